@@ -1,0 +1,480 @@
+"""What every child process does: read its boot document, connect, say ready, serve, beat, drain, die with its parent.
+
+A child's module builds an `Actor`, registers handlers by message type, and calls `run`. A handler gets the message and the
+`Request` it came with. For a call it returns the reply (or raises a `BarrelError`), or it is a coroutine that does; a
+handler of a stream returns None and answers through the request later.
+
+Standard input is the child's tie to its parent: the boot document comes first, and end of file means that the supervisor is
+gone, however it went. `PR_SET_PDEATHSIG` is the second string.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+import zmq
+
+from barrel_inference import codec, events, protocol
+from barrel_inference.errors import (
+    BarrelError,
+    DeadlineExceeded,
+    ModelDown,
+    NotSupported,
+    ProtocolError,
+    TierUnavailable,
+)
+from barrel_inference.protocol import Beat, CannotStart, Down, ErrorBody, Header, Hello, Kind, Message, Ready, Up
+from barrel_inference.transport import Frames, Socket, Unreachable, bind_router, connect_dealer, ipc_endpoint
+
+BEAT_S = 2.0
+
+EXIT_OK = 0
+EXIT_BUG = 70  # sysexits(3) EX_SOFTWARE: an unexpected exception; the supervisor starts us again
+EXIT_CANNOT_START = 78  # sysexits(3) EX_CONFIG: starting again will not help
+
+M = TypeVar("M", bound=Message)
+
+
+class Boot(msgspec.Struct, frozen=True):
+    """The boot document: one JSON line on standard input."""
+
+    id: str
+    incarnation: int
+    runtime_dir: str
+    state_dir: str
+    parent_pid: int
+    settings: dict[str, Any]  # the whole configuration, as `config.dump` wrote it
+    boot: dict[str, Any]  # this child's own part of its specification
+    log_json: bool = True
+    log_level: str = "info"
+
+
+class Request:
+    """One incoming message and the way back to who sent it."""
+
+    __slots__ = (
+        "_actor",
+        "arrived_s",
+        "credit",
+        "deadline_s",
+        "ended",
+        "id",
+        "kind",
+        "number",
+        "peer",
+        "route",
+        "verb",
+    )
+
+    def __init__(self, actor: "Actor", peer: bytes, route: bytes, header: Header) -> None:
+        self._actor = actor
+        self.peer = peer
+        self.route = route
+        self.kind = header.kind
+        self.verb = header.verb
+        self.id = header.request_id
+        self.credit = header.credit
+        self.arrived_s = time.monotonic()
+        self.deadline_s = self.arrived_s + header.deadline_ms / 1000 if header.deadline_ms else None
+        self.number = 0
+        self.ended = False
+
+    def event(self, kind: str, body: Message) -> None:
+        """Send one numbered event; raises `Unreachable` when the caller is gone."""
+        self._send(Kind.EVENT, kind, body)
+
+    def done(self, body: Message) -> None:
+        """Send the reply that ends the call. A caller that is gone is no error."""
+        self._end(Kind.DONE, body)
+
+    def error(self, error: BarrelError) -> None:
+        """Send the error that ends the call. A caller that is gone is no error."""
+        self._end(Kind.ERROR, codec.error_body(error))
+
+    def _end(self, kind: Kind, body: Message) -> None:
+        if self.ended or self.kind is Kind.CAST:
+            return
+        self.ended = True
+        with contextlib.suppress(Unreachable):
+            self._send(kind, "", body)
+
+    def _send(self, kind: Kind, verb: str, body: Message) -> None:
+        header = Header(protocol.VERSION, kind, verb, self.id, self.number)
+        self._actor.server.send([self.peer, self.route, codec.encode(header), codec.encode(body)])
+        self.number += 1
+
+
+Handler = Callable[[Any, Request], Any]
+
+
+class Peer:
+    """The connection to another process, one per incarnation of it.
+
+    Calls fail at once with the peer's own down error when it is not up, or dies before it answers: nothing waits for the
+    next incarnation.
+    """
+
+    def __init__(self, actor: "Actor", peer_id: str, up: Up | None) -> None:
+        self._actor = actor
+        self.id = peer_id
+        self.incarnation = up.incarnation if up else 0
+        self.pid = up.pid if up else 0
+        self.group = up.group if up else ""
+        self.about = up.about if up else {}
+        self._pending: dict[
+            str, tuple[asyncio.Future[Message], type[Message], Callable[[str, bytes], None] | None]
+        ] = {}
+        self._next_id = 0
+        self.socket = connect_dealer(actor.context, ipc_endpoint(actor.runtime_dir / peer_id), self._on_frames)
+        # Set by the router: answers that carry a client's route are passed on unopened.
+        self.on_routed: Callable[[Peer, Frames], None] | None = None
+
+    async def call(
+        self, message: Message, reply: type[M], *, deadline_s: float | None = None,
+        on_event: Callable[[str, bytes], None] | None = None,
+    ) -> M:  # fmt: skip
+        """Send a call and wait for its reply; raises what the peer reported, `DeadlineExceeded`, or that it is down."""
+        self._next_id += 1
+        request_id = f"{self._actor.id}.{self._next_id}"
+        header = Header(
+            protocol.VERSION, Kind.CALL, protocol.VERB_OF[type(message)], request_id,
+            deadline_ms=int(deadline_s * 1000) if deadline_s else 0,
+        )  # fmt: skip
+        future: asyncio.Future[Message] = self._actor.loop.create_future()
+        self._pending[request_id] = (future, reply, on_event)
+        try:
+            self.socket.send([b"", codec.encode(header), codec.encode(message)])
+            return cast(M, await asyncio.wait_for(future, deadline_s))
+        except Unreachable:
+            raise self._down_error("cannot be reached") from None
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.id} did not answer {header.verb} within {deadline_s} s", process=self.id
+            ) from None
+        finally:
+            self._pending.pop(request_id, None)
+
+    def cast(self, message: Message) -> bool:
+        """Send without an answer; False when the peer cannot be reached."""
+        header = Header(protocol.VERSION, Kind.CAST, protocol.VERB_OF[type(message)])
+        try:
+            self.socket.send([b"", codec.encode(header), codec.encode(message)])
+        except Unreachable:
+            return False
+        return True
+
+    def close(self, reason: str) -> None:
+        """The peer is down: fail what waits for it."""
+        self.socket.close()
+        for future, _, _ in self._pending.values():
+            if not future.done():
+                future.set_exception(self._down_error(reason))
+        self._pending.clear()
+
+    def _down_error(self, reason: str) -> BarrelError:
+        cls = TierUnavailable if self.id.startswith("tier:") else ModelDown
+        return cls(f"{self.id} is down ({reason})", process=self.id)
+
+    def _on_frames(self, frames: Frames) -> None:
+        try:
+            route, raw_header, body = frames
+            if route and self.on_routed:
+                self.on_routed(self, frames)
+                return
+            header = codec.decode_header(raw_header)
+            if header.kind is Kind.CAST:
+                self._actor.dispatch(Request(self._actor, b"", b"", header), header, body)
+                return
+            waiting = self._pending.get(header.request_id)
+            if waiting is None:
+                return
+            future, reply, on_event = waiting
+            if header.kind is Kind.EVENT:
+                if on_event:
+                    on_event(header.verb, body)
+            elif not future.done():
+                if header.kind is Kind.DONE:
+                    future.set_result(codec.decode(body, reply))
+                else:
+                    future.set_exception(codec.error_from(codec.decode(body, ErrorBody)))
+        except (ValueError, ProtocolError) as bad:
+            self._actor.rejected(f"from {self.id}: {bad}")
+
+
+class Actor:
+    """One child process. Build it, register handlers with `on`, and pass it to `run`."""
+
+    def __init__(self, boot: Boot) -> None:
+        self.boot = boot
+        self.id = boot.id
+        self.incarnation = boot.incarnation
+        self.runtime_dir = Path(boot.runtime_dir)
+        self.state_dir = Path(boot.state_dir)
+        self.log = events.logger(boot.id, boot.incarnation)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.peers: dict[str, Peer] = {}
+        self.rejected_count = 0
+        self.loop: asyncio.AbstractEventLoop
+        self.server: Socket
+        self.supervisor: Peer
+        self._handlers: dict[type[Message], Handler] = {}
+        self._on_up: list[Callable[[Peer], None]] = []
+        self._on_down: list[Callable[[Down], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping: asyncio.Event
+        self._turned_s = time.monotonic()
+        self.routed_handler: Callable[[Frames], None] | None = None  # the router's: takes clients' frames unopened
+        self.call_age: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the model's: (age ms, budget ms)
+        self.on(Up, self._peer_up)
+        self.on(Down, self._peer_down)
+
+    # --- what a process registers
+
+    def on(self, message_type: type[M], handler: Callable[[M, Request], Any]) -> None:
+        """Handle every message of this type."""
+        self._handlers[message_type] = handler
+
+    def on_up(self, callback: Callable[[Peer], None]) -> None:
+        """Call back for each peer that serves from now on."""
+        self._on_up.append(callback)
+
+    def on_down(self, callback: Callable[[Down], None]) -> None:
+        """Call back for each incarnation that died."""
+        self._on_down.append(callback)
+
+    # --- what a process uses
+
+    def peer(self, peer_id: str) -> Peer:
+        """The connection to a process that is up; raises the down error of its kind when it is not."""
+        found = self.peers.get(peer_id)
+        if found is None:
+            cls = TierUnavailable if peer_id.startswith("tier:") else ModelDown
+            raise cls(f"{peer_id} is not running", process=peer_id)
+        return found
+
+    def cast(self, peer_id: str, message: Message) -> bool:
+        """Cast to a peer if it is up."""
+        found = self.peers.get(peer_id)
+        return found is not None and found.cast(message)
+
+    def count(self, **deltas: int) -> None:
+        """Add to the runtime's counters."""
+        self.cast("index", protocol.Counted(deltas=deltas))
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run a coroutine beside the loop; an exception that escapes it ends the process."""
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def every(self, interval_s: float, function: Callable[[], Any]) -> None:
+        """Call `function` again and again until the process stops."""
+
+        def turn() -> None:
+            function()
+            if not self._stopping.is_set():
+                self.loop.call_later(interval_s, turn)
+
+        self.loop.call_later(interval_s, turn)
+
+    def stop(self) -> None:
+        """Leave the serving state, as SIGTERM does."""
+        self._stopping.set()
+
+    def cannot_start(self, error: BarrelError) -> None:
+        """Tell the supervisor that starting again will not help, and exit."""
+        self.supervisor.cast(CannotStart(incarnation=self.incarnation, error=codec.error_body(error)))
+        self.supervisor.socket.close(linger_ms=1000)
+        self.context.term()
+        os._exit(EXIT_CANNOT_START)
+
+    def rejected(self, reason: str) -> None:
+        """Count a message that we do not accept."""
+        self.rejected_count += 1
+        self.log.warning("message.rejected", reason=reason[:300])
+        self.count(messages_rejected=1)
+
+    # --- incoming
+
+    def dispatch(self, request: Request, header: Header, body: bytes) -> None:
+        """Decode and handle one message; protocol errors are answered, never fatal."""
+        try:
+            message = codec.decode_request(header, body)
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                raise NotSupported(f"{self.id} does not answer {header.verb!r}")
+        except BarrelError as bad:
+            self.rejected(f"{bad}")
+            request.error(bad)
+            return
+        try:
+            result = handler(message, request)
+        except BarrelError as refused:
+            request.error(refused)
+            return
+        if inspect.iscoroutine(result):
+            self.spawn(self._answer(result, request))
+        elif result is not None:
+            request.done(result)
+
+    async def _answer(self, result: Awaitable[Message | None], request: Request) -> None:
+        try:
+            reply = await result
+        except BarrelError as refused:
+            request.error(refused)
+            return
+        if reply is not None:
+            request.done(reply)
+
+    def _on_server_frames(self, frames: Frames) -> None:
+        if self.routed_handler:
+            self.routed_handler(frames)
+            return
+        try:
+            peer, route, raw_header, body = frames
+            header = codec.decode_header(raw_header)
+        except (ValueError, ProtocolError) as bad:
+            self.rejected(f"{bad}")
+            return
+        if header.kind not in (Kind.CALL, Kind.CAST):
+            self.rejected(f"unexpected {header.kind}")
+            return
+        self.dispatch(Request(self, peer, route, header), header, body)
+
+    def _peer_up(self, up: Up, _request: Request) -> None:
+        if (old := self.peers.pop(up.id, None)) is not None:
+            old.close("replaced")
+        peer = self.peers[up.id] = Peer(self, up.id, up)
+        for callback in self._on_up:
+            callback(peer)
+
+    def _peer_down(self, down: Down, _request: Request) -> None:
+        peer = self.peers.get(down.id)
+        if peer is not None and peer.incarnation == down.incarnation:
+            del self.peers[down.id]
+            peer.close(down.reason)
+        for callback in self._on_down:
+            callback(down)
+
+    # --- life
+
+    async def _live(self, serve: Callable[["Actor"], Awaitable[dict[str, Any] | None]],
+                    drain: Callable[["Actor"], Awaitable[None]] | None) -> None:  # fmt: skip
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._loop_failed)
+        self._stopping = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._stopping.set)
+        self.supervisor = Peer(self, "supervisor", None)
+        self.supervisor.cast(Hello(id=self.id, incarnation=self.incarnation, pid=os.getpid()))
+        self.server = bind_router(self.context, self.runtime_dir / self.id, self._on_server_frames)
+        try:
+            about = await serve(self)
+        except BarrelError as error:
+            self.log.error("child.cannot_start", code=error.code, reason=str(error))
+            self.cannot_start(error)
+        self.supervisor.cast(Ready(incarnation=self.incarnation, about=about or {}))
+        self.log.info("child.ready")
+        self._beat()
+        await self._stopping.wait()
+        self.log.info("child.stopping")
+        if drain:
+            await drain(self)
+        for peer in list(self.peers.values()):
+            peer.close("stopping")
+        self.server.close(linger_ms=200)
+        self.supervisor.socket.close(linger_ms=200)
+        with contextlib.suppress(FileNotFoundError):
+            (self.runtime_dir / self.id).unlink()
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        call_age_ms, call_budget_ms = self.call_age()
+        self.supervisor.cast(
+            Beat(
+                incarnation=self.incarnation,
+                loop_age_ms=max(0, int((now_s - self._turned_s - BEAT_S) * 1000)),
+                call_age_ms=call_age_ms,
+                call_budget_ms=call_budget_ms,
+            )
+        )
+        self._turned_s = now_s
+        if not self._stopping.is_set():
+            self.loop.call_later(BEAT_S, self._beat)
+
+    def _task_done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.crash(error)
+
+    def _loop_failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.crash(context.get("exception") or RuntimeError(context.get("message", "unknown")))
+
+    def crash(self, error: BaseException) -> None:
+        """Write a crash report and exit: a bug leaves a state that nobody can vouch for."""
+        text = "".join(traceback.format_exception(error))
+        self.log.critical("child.crashed", error=type(error).__name__, traceback=text)
+        sys.stderr.flush()
+        os._exit(EXIT_BUG)
+
+
+def read_boot() -> Boot:
+    """The boot document; blocks until the supervisor has written it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65536)
+        if not chunk:
+            sys.exit(EXIT_OK)  # the parent went away before it told us anything
+        line += chunk
+    return msgspec.json.decode(line, type=Boot)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Leave at once when the supervisor is gone, however it went.
+
+    os._exit: with no supervisor left, a slow clean-up is only a longer-lived orphan.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(EXIT_OK)
+
+    def wait_for_eof() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(EXIT_OK)
+
+    threading.Thread(target=wait_for_eof, name="parent-watch", daemon=True).start()
+
+
+def run(
+    make: Callable[[Actor], Callable[[Actor], Awaitable[dict[str, Any] | None]]],
+    *,
+    drain: Callable[[Actor], Awaitable[None]] | None = None,
+) -> int:
+    """The life of a child: the value is its exit status.
+
+    `make` registers handlers on the actor and returns the coroutine function that brings it to readiness; what that returns
+    is told to all peers. `drain` runs on SIGTERM, before the sockets close.
+    """
+    boot = read_boot()
+    die_with_parent(boot.parent_pid)
+    events.configure(json=boot.log_json, level=boot.log_level)
+    actor = Actor(boot)
+    try:
+        asyncio.run(actor._live(make(actor), drain))
+    except Exception as bug:  # the process's top loop: report, then let the supervisor decide
+        actor.crash(bug)
+    actor.log.info("child.stopped")
+    return EXIT_OK

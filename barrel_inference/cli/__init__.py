@@ -1,0 +1,1 @@
+"""barrelctl: arguments, exit codes, printing; no logic of its own."""
