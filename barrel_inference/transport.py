@@ -8,13 +8,13 @@ messages silently (18,000 of 20,000 to a slow reader).
 import asyncio
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
 from barrel_inference import protocol
+from barrel_inference.config import default_runtime_dir as default_runtime_dir
 from barrel_inference.errors import InvalidArgument
 
 # sun_path holds 108 bytes with its terminating zero (unix(7)).
@@ -124,15 +124,6 @@ def ipc_endpoint(path: Path) -> str:
             hint="choose a shorter runtime.dir",
         )
     return f"ipc://{path}"
-
-
-def default_runtime_dir() -> Path:
-    """Where a user's runtime keeps its sockets when nothing is configured."""
-    if systemd := os.environ.get("RUNTIME_DIRECTORY"):
-        return Path(systemd.split(":")[0])
-    if xdg := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(xdg) / "barrel-inference"
-    return Path(tempfile.gettempdir()) / f"barrel-inference-{os.getuid()}"
 
 
 def make_private_dir(path: Path) -> None:
