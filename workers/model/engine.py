@@ -50,6 +50,7 @@ class EngineInfo:
     eos_text: str = ""
     vocab_only: bool = False
     embeddings_only: bool = False
+    longest_piece_bytes: int = 0  # no token stands for more bytes of text; 0 = unknown
 
 
 class StepFailed(Exception):
@@ -144,6 +145,9 @@ class Engine(Protocol):
 
     def set_adapters(self, adapters: Sequence[tuple[str, float]]) -> bytes:
         """Replace the adapters; returns the effective fingerprint (content and scales)."""
+
+    def pin_resident(self) -> int:
+        """Lock those pages of the weights that are in memory now; returns their bytes (`pin_resident_after_first_request`)."""
 
     # --- sequences
 
