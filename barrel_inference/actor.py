@@ -44,6 +44,13 @@ EXIT_BUG = 70  # sysexits(3) EX_SOFTWARE: an unexpected exception; the superviso
 EXIT_CANNOT_START = 78  # sysexits(3) EX_CONFIG: starting again will not help
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+def settle(future: "asyncio.Future[T]", result: T) -> None:
+    """Give a future its result, unless nobody waits for it any more."""
+    if not future.done():
+        future.set_result(result)
 
 
 class Boot(msgspec.Struct, frozen=True):

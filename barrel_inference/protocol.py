@@ -154,6 +154,7 @@ class ChildSpec(Message, frozen=True):
     group: str = "helper"  # helper: counts in the tree's restart window; model: has its own
     niceness: int = 0
     environment: dict[str, str] = {}
+    essential: bool = False  # True: when it is failed, the whole runtime is
 
 
 class Hello(Message, frozen=True):
@@ -272,7 +273,7 @@ class Greeting(Message, frozen=True):
 
 
 class LoadModel(Message, frozen=True):
-    """Load a model; progress events (`LoadProgress`), then `Loaded`. `options` are the load options by name."""
+    """Load a model; `load_progress` events (`LoadProgress`), then `Loaded`. `options` are the load options by name."""
 
     model_id: str | None = None
     options: dict[str, Any] = {}
@@ -281,10 +282,11 @@ class LoadModel(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """Event `progress` of a load."""
+    """Model → router, cast, and from there to the caller as the event `load_progress`."""
 
     fraction: float
     stage: str = "loading"
+    model_id: str = ""  # set by the model; the router knows who waits
 
 
 class Loaded(Message, frozen=True):
@@ -477,7 +479,7 @@ class Completed(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Cast: the answer is no longer wanted. Unknown ids are fine."""
+    """Cast, to the model or to the router, which knows who has the request. The answer is no longer wanted; unknown ids are fine."""
 
     request_id: str
 
@@ -1009,7 +1011,7 @@ VERB_OF: dict[type[Message], str] = {body: verb for verb, (body, _) in CALLS.ite
 
 # What clients may ask, by the group of the process that answers. Everything else is between processes.
 CLIENT_VERBS: dict[str, frozenset[str]] = {
-    "router": frozenset({"greet", "load_model", "unload", "models", "status", "recent_requests"}),
+    "router": frozenset({"greet", "load_model", "unload", "models", "status", "recent_requests", "cancel"}),
     "supervisor": frozenset({"tree_status", "restart_child"}),
     "index": frozenset({"counters", "dump", "cache_stats", "evict"}),
     "pressure": frozenset({"pressure"}),

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import zmq
 
@@ -40,7 +41,7 @@ class Socket:
         self._zsocket = zsocket
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
-        self._fd = zsocket.getsockopt(zmq.FD)
+        self._fd = cast(int, zsocket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._drain_soon = False
         self.closed = False
@@ -58,7 +59,7 @@ class Socket:
             raise
         finally:
             # The descriptor is edge-triggered: a send may swallow the edge of a message that came in meanwhile.
-            if not self.closed and self._zsocket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not self.closed and self._is_readable():
                 self._schedule()
 
     def close(self, linger_ms: int = 0) -> None:
@@ -67,6 +68,9 @@ class Socket:
             self.closed = True
             self._loop.remove_reader(self._fd)
             self._zsocket.close(linger_ms)
+
+    def _is_readable(self) -> bool:
+        return bool(cast(int, self._zsocket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _schedule(self) -> None:
         if not self._drain_soon:
@@ -77,7 +81,7 @@ class Socket:
         self._drain_soon = False
         # A bounded turn, so that a flood on one socket leaves the others and the timers their share.
         for _ in range(200):
-            if self.closed or not self._zsocket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if self.closed or not self._is_readable():
                 return
             try:
                 frames = self._zsocket.recv_multipart(zmq.NOBLOCK)

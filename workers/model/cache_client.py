@@ -1,0 +1,426 @@
+"""The I/O side of the cache in a model process: what a lookup finds becomes opened nodes, what a save wants becomes images.
+
+Runs on the I/O thread's loop. File reads, checksums and page faults go to a thread pool; exports to the engine thread, as
+chores between decode calls.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from barrel_inference import protocol
+from barrel_inference.actor import Actor, Peer, settle
+from barrel_inference.errors import BarrelError, TierUnavailable
+from barrel_inference.protocol import Location, MatchedNode, Namespace, NewNode, SaveReason
+from barrel_inference.tiers import key as keys
+from barrel_inference.tiers import kvc
+from barrel_inference.tiers.arena import Arena
+from barrel_inference.workers.model.chain import NO_SEAM, Seam, cut_points, find_seam
+from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
+from barrel_inference.workers.model.engine import Engine
+from barrel_inference.workers.model.images import ImageReader
+from barrel_inference.workers.model.job import Job
+from barrel_inference.workers.model.scheduler import Scheduler
+
+T = TypeVar("T")
+
+# A lookup that takes longer than this (beyond what it was asked to wait) is given up: the prompt is computed instead.
+LOOKUP_DEADLINE_S = 2.0
+CALL_DEADLINE_S = 10.0
+WRITE_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What became of a save, as far as it is certain when its nodes are accepted."""
+
+    reason: SaveReason
+    key: bytes | None  # of the whole save; None if not every node was accepted
+    created_tokens: int
+
+
+@dataclass(slots=True)
+class _Part:
+    """One node on its way."""
+
+    node: NewNode
+    start: int
+    end: int
+    cells_bytes: int
+    snapshot: bytes
+    token: int = 0
+    location: Location | None = None
+
+
+class CacheClient:
+    """Restores and saves of one model."""
+
+    def __init__(
+        self, actor: Actor, engine: Engine, scheduler: Scheduler, *, model_id: str, server: str, block_tokens: int,
+        min_reuse_tokens: int, resume_wait_ms: int, deterministic: bool, staging: Arena | None,
+    ) -> None:  # fmt: skip
+        self.actor = actor
+        self.engine = engine
+        self.scheduler = scheduler
+        self.model_id = model_id
+        self.server = server
+        self.block_tokens = block_tokens
+        self.min_reuse_tokens = min_reuse_tokens
+        self.resume_wait_ms = resume_wait_ms
+        self.deterministic = deterministic
+        self.staging = staging
+        self.reader = ImageReader(actor.runtime_dir)
+        self.fingerprint = engine.info.fingerprint  # the effective one: adapters included
+        self._next_writer = 0
+        self._staged: dict[int, int] = {}  # offset in the staging arena by reservation token
+
+    def namespace(self, salt: bytes) -> Namespace:
+        """The namespace of a tenant's requests to this model."""
+        info = self.engine.info
+        return Namespace(self.fingerprint, f"{info.quant_type}/{info.quant_bits}", info.ctx_params_hash, salt)
+
+    # --- restore
+
+    async def find(self, job: Job) -> Found:
+        """Look a prompt up and open what it can reuse; never raises for anything that can go wrong with a cache."""
+        wanted = [*job.prompt, *job.generated]
+        rendered = self.engine.rendered
+        try:
+            match = await self.actor.peer("index").call(
+                protocol.Lookup(
+                    namespace=self.namespace(job.salt), model_id=self.model_id, text=b"".join(map(rendered, wanted)),
+                    parent_key=job.spec.parent_key, wait_ms=self.resume_wait_ms if job.spec.parent_key else 0,
+                ),
+                protocol.Match,
+                deadline_s=LOOKUP_DEADLINE_S + self.resume_wait_ms / 1000,
+            )  # fmt: skip
+        except BarrelError:
+            return Found(miss_reason="index_down")
+        stored = [token for node in match.nodes for token in keys.unpack_u32(node.token_ids)]
+        seam = find_seam(stored, wanted, rendered)
+        if self.deterministic:
+            seam = self._on_grid(seam, match.nodes, wanted)
+        if not match.nodes or seam.caller_tokens < min(self.min_reuse_tokens, len(wanted)):
+            self._drop_claim(match.claim)
+            reason = match.miss_reason or "too_short"
+            return Found(miss_reason=reason, divergence_byte=match.divergence_byte)
+        needed = [node for node in match.nodes if node.start_tokens < seam.stored_tokens]
+        opened, corrupt = await asyncio.to_thread(self._open_all, needed)
+        if corrupt:
+            self.actor.cast("index", protocol.CheckIn(claim=0, corrupt=corrupt))
+        if not opened:
+            self._drop_claim(match.claim)
+            return Found(miss_reason="unreadable", divergence_byte=match.divergence_byte)
+        end = opened[-1].end
+        if end < seam.stored_tokens:
+            seam = find_seam(stored[:end], wanted, rendered)
+        return Found(
+            match.claim, tuple(stored[:end]), seam, tuple(opened), match.via, match.miss_reason, match.divergence_byte
+        )
+
+    def _on_grid(self, seam: Seam, nodes: Sequence[MatchedNode], wanted: Sequence[int]) -> Seam:
+        """Deterministic: the identical prompt, or whole nodes that start and end on the grid; the same tokens always."""
+        if seam.retokenised:
+            return NO_SEAM
+        if seam.caller_tokens == len(wanted) and nodes and seam.stored_tokens == _end(nodes[-1]):
+            return seam
+        length = 0
+        for node in nodes:
+            end = _end(node)
+            if end > seam.stored_tokens or end % self.block_tokens:
+                break
+            length = end
+        return Seam(length, length, False)
+
+    def _open_all(self, nodes: Sequence[MatchedNode]) -> tuple[list[StoredNode], list[tuple[bytes, str]]]:
+        opened: list[StoredNode] = []
+        corrupt: list[tuple[bytes, str]] = []
+        for node in nodes:
+            found = self._open_one(node, corrupt)
+            if found is None:
+                break
+            opened.append(found)
+        return opened, corrupt
+
+    def _open_one(self, node: MatchedNode, corrupt: list[tuple[bytes, str]]) -> StoredNode | None:
+        for copy in node.copies:
+            peer = self.actor.peers.get(copy.server)
+            if peer is None or peer.incarnation != copy.incarnation:
+                continue
+            try:
+                opened = self.reader.open(copy, node.key, root=peer.about.get("root", ""))
+            except kvc.CorruptImage:
+                corrupt.append((node.key, copy.server))
+                continue
+            except OSError:
+                corrupt.append((node.key, copy.server))
+                continue
+            return StoredNode(
+                node.key, copy.server, peer.about.get("kind", ""), node.start_tokens,
+                _end(node), opened.image.cells,
+                opened.image.snapshot if node.snapshot else None, opened.is_intact,
+            )  # fmt: skip
+        return None
+
+    def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
+        """Drop a claim and report what was used and what could not be."""
+        if found.claim or used or corrupt:
+            self.actor.cast(
+                "index",
+                protocol.CheckIn(
+                    claim=found.claim,
+                    used_keys=[node.key for node in used],
+                    corrupt=[(node.key, node.server) for node in corrupt],
+                ),
+            )
+
+    def _drop_claim(self, claim: int) -> None:
+        if claim:
+            self.actor.cast("index", protocol.CheckIn(claim=claim))
+
+    # --- save
+
+    async def save(self, order: SaveOrder, accepted: "asyncio.Future[SaveResult]") -> None:
+        """Store a prefix as a chain of nodes; `accepted` is set when every node has its place, or has none."""
+        packed = False
+        try:
+            namespace = self.namespace(order.salt)
+            plan, parts = await self._plan(order, namespace)
+            await self._size(order, parts)
+            complete = await self._reserve(order, namespace, parts)
+            result = SaveResult(order.reason, self._key_at(order, namespace, len(order.tokens)) if complete else None,
+                                sum(part.end - part.start for part in parts if part.token))  # fmt: skip
+            if not accepted.done():
+                accepted.set_result(result)
+            granted = [part for part in parts if part.token]
+            writes = [await self._pack(order, namespace, part) for part in granted]
+            self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
+            packed = True
+            await asyncio.gather(*(self._finish_part(namespace, part, view) for part, view in writes))
+            if complete and (plan.inside_key is not None or not granted or order.pinned):
+                await self._mark(order, namespace, plan, granted)
+        except BarrelError as error:
+            self.actor.log.info("save.dropped", reason=order.reason.value, code=error.code)
+            self.actor.count(saves_dropped=1)
+        finally:
+            if not packed:
+                self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
+            if not accepted.done():
+                accepted.set_result(SaveResult(order.reason, None, 0))
+            self.scheduler.post(lambda: self.scheduler.save_published(order))
+
+    def _index(self) -> Peer:
+        return self.actor.peer("index")
+
+    def _key_at(self, order: SaveOrder, namespace: Namespace, length: int) -> bytes:
+        return keys.key_of(namespace, b"".join(map(self.engine.rendered, order.tokens[:length])))
+
+    async def _plan(self, order: SaveOrder, namespace: Namespace) -> tuple[protocol.Planned, list[_Part]]:
+        pieces = [self.engine.rendered(token) for token in order.tokens]
+        lengths = [len(piece) for piece in pieces]
+        plan = await self._index().call(
+            protocol.SavePlan(
+                namespace=namespace, token_ids=keys.pack_u32(order.tokens), token_bytes=keys.pack_u32(lengths),
+                text=b"".join(pieces),
+            ),
+            protocol.Planned,
+            deadline_s=CALL_DEADLINE_S,
+        )  # fmt: skip
+        if plan.inside_key is not None:
+            return plan, []
+        start = plan.nodes[-1][1] if plan.nodes else 0
+        parent = plan.nodes[-1][0] if plan.nodes else None
+        digest = keys.start(namespace)
+        digest.update(b"".join(pieces[:start]))
+        parts: list[_Part] = []
+        for a, b in cut_points(start, len(order.tokens), self.block_tokens, tuple(order.snapshots)):
+            text = b"".join(pieces[a:b])
+            digest.update(text)
+            key = digest.digest()
+            snapshot = order.snapshots.get(b, b"")
+            node = NewNode(
+                key=key, parent_key=parent, start_tokens=a, token_ids=keys.pack_u32(order.tokens[a:b]),
+                token_bytes=keys.pack_u32(lengths[a:b]), text=text, size_bytes=0, reason=order.reason,
+                snapshot=bool(snapshot), pinned=order.pinned and b == len(order.tokens),
+            )  # fmt: skip
+            parts.append(_Part(node, a, b, 0, snapshot))
+            parent = key
+        return plan, parts
+
+    async def _size(self, order: SaveOrder, parts: list[_Part]) -> None:
+        """Ask the engine for the size of each export; what is not whole any more, and all after it, is left off."""
+        if not parts:
+            return
+        sizes = await self._on_engine(lambda: [self.engine.cells_bytes(order.seq, p.start, p.end) for p in parts])
+        whole = next((i for i, size in enumerate(sizes) if size < 0), len(sizes))
+        if whole < len(parts):
+            del parts[whole:]
+            self.actor.count(saves_dropped=1)
+        for part, size in zip(parts, sizes, strict=False):
+            part.cells_bytes = size
+            image = kvc.layout(self._meta(part.node, self.namespace(order.salt)), size, len(part.snapshot))
+            part.node = _with_size(part.node, image.size_bytes)
+
+    async def _reserve(self, order: SaveOrder, namespace: Namespace, parts: list[_Part]) -> bool:
+        """Get a place for each node; True when the whole save will be there."""
+        if not parts:
+            return True
+        whole = parts[-1].end == len(order.tokens)
+        reply = await self._index().call(
+            protocol.Reserve(
+                namespace=namespace, model_id=self.model_id, server=self.server, nodes=[p.node for p in parts]
+            ),
+            protocol.Grants,
+            deadline_s=CALL_DEADLINE_S,
+        )
+        dropped = False
+        for part, grant in zip(parts, reply.grants, strict=True):
+            if grant.status == "granted" and not dropped:
+                part.token, part.location = grant.token, grant.location
+            elif grant.status == "granted":
+                self.actor.cast("index", protocol.Abort(tokens=[grant.token]))
+            elif grant.status not in ("already_present", "conflict"):
+                dropped = True
+        return whole and not dropped
+
+    async def _pack(self, order: SaveOrder, namespace: Namespace, part: _Part) -> tuple[_Part, memoryview | None]:
+        """Export one node into its slab, or into staging; None = there was no room, or the cells were gone."""
+        view = await self._target(part)
+        if view is None:
+            self.actor.cast("index", protocol.Abort(tokens=[part.token]))
+            self.actor.count(saves_dropped=1)
+            return part, None
+        layout = kvc.layout(self._meta(part.node, namespace), part.cells_bytes, len(part.snapshot))
+
+        def export() -> bool:
+            layout.snapshot(view)[:] = part.snapshot
+            return not part.cells_bytes or self.engine.export_cells(order.seq, part.start, part.end, layout.cells(view))
+
+        if not await self._on_engine(export):
+            self._release_target(part)
+            self.actor.cast("index", protocol.Abort(tokens=[part.token], reason="failed"))
+            return part, None
+        return part, view
+
+    async def _finish_part(self, namespace: Namespace, part: _Part, view: memoryview | None) -> None:
+        """Seal an image and publish it; a tier that fails makes it a miss later, not an error now."""
+        if view is None:
+            return
+        meta = self._meta(part.node, namespace)
+        layout = kvc.layout(meta, part.cells_bytes, len(part.snapshot))
+        began_ns = time.perf_counter_ns()
+        await asyncio.to_thread(kvc.seal, view, meta, layout)
+        self.actor.count(pack_total_ns=time.perf_counter_ns() - began_ns)
+        assert part.location is not None
+        try:
+            if part.location.name:
+                await self._write(part)
+            else:
+                await self._index().call(
+                    protocol.Publish(token=part.token, location=part.location), protocol.Ok, deadline_s=CALL_DEADLINE_S
+                )
+        except BarrelError as error:
+            self.actor.log.info("save.lost", code=error.code, process=error.details.get("process"))
+            self.actor.cast("index", protocol.Abort(tokens=[part.token], reason="failed"))
+        finally:
+            del view
+            self._release_target(part)
+
+    async def _write(self, part: _Part) -> None:
+        """Hand an image to a writer; if that one dies, to another."""
+        assert part.location is not None
+        peer = self.actor.peers[part.location.server]
+        for attempt in range(2):
+            writers = sorted(peer_id for peer_id in self.actor.peers if peer_id.startswith("writer:"))
+            if not writers:
+                break
+            self._next_writer += 1
+            writer = self.actor.peers[writers[self._next_writer % len(writers)]]
+            try:
+                await writer.call(
+                    protocol.Write(
+                        token=part.token, owner=self.actor.id, owner_incarnation=self.actor.incarnation,
+                        offset=self._staged[part.token], size_bytes=part.node.size_bytes, key=part.node.key,
+                        location=part.location, root=peer.about.get("root", ""),
+                    ),
+                    protocol.Written,
+                    deadline_s=WRITE_DEADLINE_S,
+                )  # fmt: skip
+                return
+            except BarrelError:
+                if attempt or writer.id in self.actor.peers:
+                    raise
+        raise TierUnavailable("no writer is running")
+
+    async def _mark(
+        self, order: SaveOrder, namespace: Namespace, plan: protocol.Planned, granted: Sequence[_Part]
+    ) -> None:
+        node_key = plan.inside_key or (granted[-1].node.key if granted else plan.nodes[-1][0] if plan.nodes else None)
+        if node_key is None:
+            return
+        await self._index().call(
+            protocol.AddMark(
+                namespace=namespace, key=self._key_at(order, namespace, len(order.tokens)), node_key=node_key,
+                tokens=len(order.tokens), reason=order.reason, pinned=order.pinned,
+            ),
+            protocol.Ok,
+            deadline_s=CALL_DEADLINE_S,
+        )  # fmt: skip
+
+    # --- memory
+
+    async def _target(self, part: _Part) -> memoryview | None:
+        """Warm memory for an image: the leased slab of an arena, or a staging slab."""
+        assert part.location is not None
+        size = part.node.size_bytes
+        if not part.location.name:
+            peer = self.actor.peers.get(part.location.server)
+            if peer is None or peer.incarnation != part.location.incarnation:
+                return None
+            mapping = self.reader.mapping(part.location)
+            await asyncio.to_thread(mapping.prefault, part.location.offset, size)
+            return mapping.view(part.location.offset, size)
+        if self.staging is None:
+            return None
+        offset = self.staging.allocate(size)
+        if offset is None:
+            return None
+        self._staged[part.token] = offset
+        return self.staging.view(offset, size)
+
+    def _release_target(self, part: _Part) -> None:
+        offset = self._staged.pop(part.token, None)
+        if offset is not None and self.staging is not None:
+            self.staging.free(offset)
+
+    async def _on_engine(self, function: Callable[[], T]) -> T:
+        """Run a function as a chore of the engine thread."""
+        future: asyncio.Future[T] = self.actor.loop.create_future()
+
+        def run() -> None:
+            result = function()
+            self.actor.loop.call_soon_threadsafe(settle, future, result)
+
+        self.scheduler.post_chore(run)
+        return await future
+
+    def _meta(self, node: NewNode, namespace: Namespace) -> kvc.Meta:
+        return kvc.Meta(
+            namespace=namespace, model_id=self.model_id, key=node.key, parent_key=node.parent_key,
+            start_tokens=node.start_tokens, token_ids=node.token_ids, token_bytes=node.token_bytes, text=node.text,
+            reason=node.reason, snapshot=node.snapshot, pinned=node.pinned, created_unix_s=float(int(time.time())),
+        )  # fmt: skip
+
+
+def _end(node: MatchedNode) -> int:
+    return node.start_tokens + len(node.token_ids) // 4
+
+
+def _with_size(node: NewNode, size_bytes: int) -> NewNode:
+    return NewNode(
+        key=node.key, parent_key=node.parent_key, start_tokens=node.start_tokens, token_ids=node.token_ids,
+        token_bytes=node.token_bytes, text=node.text, size_bytes=size_bytes, reason=node.reason, snapshot=node.snapshot,
+        pinned=node.pinned,
+    )  # fmt: skip

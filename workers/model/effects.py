@@ -1,0 +1,80 @@
+"""What the engine thread asks of the I/O thread, and what it gets back, in words. Pure.
+
+Every method may be called from the engine thread and returns at once; answers come back as calls of the scheduler's own
+methods, through `Scheduler.post`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from barrel_inference.protocol import SaveReason
+from barrel_inference.workers.model.chain import NO_SEAM, Seam
+from barrel_inference.workers.model.job import Job
+from barrel_inference.workers.model.text import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNode:
+    """One stored node, opened and verified, ready to be imported."""
+
+    key: bytes
+    server: str
+    source: str  # kind of its tier
+    start: int
+    end: int
+    cells: memoryview
+    snapshot: memoryview | None
+    is_intact: Callable[[], bool]  # after the import: is the slab still the same one?
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the index and the tiers have for a prompt."""
+
+    claim: int = 0
+    tokens: tuple[int, ...] = ()  # the stored tokens along the path
+    seam: Seam = NO_SEAM
+    nodes: tuple[StoredNode, ...] = ()
+    via: str = "none"
+    miss_reason: str | None = None
+    divergence_byte: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Save the first `len(tokens)` tokens of a sequence. The sequence is held until `Scheduler.save_packed`."""
+
+    seq: int
+    tokens: tuple[int, ...]
+    salt: bytes
+    reason: SaveReason
+    snapshots: dict[int, bytes]  # state by position, for models that need it
+    job: Job | None = None
+    pinned: bool = False
+    on_published: Callable[[], None] | None = None  # engine thread: every node is published, or given up
+
+
+class Effects(Protocol):
+    """The I/O side."""
+
+    def resolve(self, job: Job) -> None:
+        """Look the prompt up; answered by `Scheduler.resolved(job, found)`."""
+
+    def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
+        """Drop the claim and say what became of it."""
+
+    def save(self, order: SaveOrder) -> None:
+        """Save; answered by `Scheduler.save_packed(seq)` when no more cells are needed."""
+
+    def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
+        """Stream to the caller."""
+
+    def ended(self, job: Job, context: tuple[int, ...]) -> None:
+        """The request is over; its saves may still be under way. `context` is what its sequence holds."""
+
+    def changed(self) -> None:
+        """Something that observers see has changed."""
+
+    def crashed(self, error: BaseException) -> None:
+        """A bug in the engine thread: the process must end."""

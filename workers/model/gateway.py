@@ -1,0 +1,381 @@
+"""Between callers and the engine thread: requests in, events out. Runs on the I/O thread.
+
+Implements `Effects`: each method hops from the engine thread to the loop, all of one turn in one wake-up.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from barrel_inference import codec, protocol
+from barrel_inference.actor import Actor, Request
+from barrel_inference.errors import ContextOverflow, InternalError, InvalidArgument, Overloaded
+from barrel_inference.protocol import Complete, Completed, HitKind, Message, SaveReason
+from barrel_inference.transport import Unreachable
+from barrel_inference.workers.model.cache_client import CacheClient, SaveResult
+from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
+from barrel_inference.workers.model.engine import Engine
+from barrel_inference.workers.model.job import Job, Times
+from barrel_inference.workers.model.scheduler import Scheduler
+from barrel_inference.workers.model.stream import Stream
+from barrel_inference.workers.model.text import Markers, Piece, Scanner
+
+PROGRESS_S = 0.5
+
+# A done event waits this long at most for the index to accept the request's saves; then `finish_key` is None.
+ACCEPT_DEADLINE_S = 2.0
+
+# No tokenizer makes fewer tokens than this of a text: what is longer than n_ctx times that cannot fit.
+MAX_BYTES_PER_TOKEN = 512
+
+_HIT_COUNTERS = {
+    HitKind.EXACT: "hits_exact",
+    HitKind.STICKY: "hits_sticky",
+    HitKind.CONTINUATION: "hits_continuation",
+    HitKind.COLD: "misses",
+}
+
+
+class _Open:
+    """A request that has no terminal event yet."""
+
+    __slots__ = ("job", "request", "saves", "stream", "timer")
+
+    def __init__(self, request: Request, job: Job, stream: Stream) -> None:
+        self.request = request
+        self.job = job
+        self.stream = stream
+        self.saves: list[asyncio.Future[SaveResult]] = []
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Gateway:
+    """The I/O side of a model process. `cache` and `scheduler` are set once the engine is there."""
+
+    cache: CacheClient
+    scheduler: Scheduler
+    engine: Engine
+
+    def __init__(
+        self,
+        actor: Actor,
+        *,
+        markers: Markers,
+        render_chat: Callable[[Complete], bytes],
+        on_changed: Callable[[], None],
+    ) -> None:
+        self.actor = actor
+        self.markers = markers
+        self.render_chat = render_chat
+        self.on_changed = on_changed
+        self.open: dict[str, _Open] = {}
+        self.last_hit: dict[str, Any] | None = None
+        self.last_used_unix_s = 0.0
+        self.max_queue = 1024
+        self._outbox: deque[Callable[[], Any]] = deque()
+        self._wake_sent = False
+        self._counted_prefilled = 0
+        actor.on(Complete, self.complete)
+        actor.on(protocol.Cancel, self._cancel)
+        actor.on(protocol.Credit, self._credit)
+        actor.on(protocol.Gone, self._gone)
+        actor.every(PROGRESS_S, self._progress)
+
+    # --- requests in
+
+    async def complete(self, spec: Complete, request: Request) -> None:
+        """Admit one request; its answer comes through the stream."""
+        salt = self.salt(request)
+        prompt = await self._prompt(spec)
+        job = self._job(spec, request, prompt, salt)
+        if (older := self.open.get(request.id)) is not None:  # a resubmission overtook the first try
+            self._drop(older)
+        if len(self.open) >= self.max_queue:
+            raise Overloaded(
+                f"{len(self.open)} requests wait for this model",
+                hint="send fewer at once, or raise limits.max_queue_per_model",
+            )
+
+        def send(kind: str, body: Message) -> None:
+            try:
+                request.event(kind, body)
+            except Unreachable:
+                self._cancel_job(request.id)
+
+        entry = _Open(request, job, Stream(send, request.credit, job.seed))
+        self.open[request.id] = entry
+        if request.deadline_s is not None:
+            left_s = max(0.0, request.deadline_s - time.monotonic())
+            entry.timer = self.actor.loop.call_later(
+                left_s, lambda: self.scheduler.post(lambda: self.scheduler.expire(request.id))
+            )
+        self.last_used_unix_s = time.time()
+        self.scheduler.post(lambda: self.scheduler.submit(job))
+
+    def salt(self, request: Request) -> bytes:
+        """What separates this caller's cache from others': the runtime's own salt and the tenant the router named."""
+        tenant = codec.decode(request.route, protocol.Route).tenant if request.route else ""
+        own = str(self.actor.boot.settings.get("cache", {}).get("salt", ""))
+        return f"{own}\0{tenant}".encode() if own or tenant else b""
+
+    async def _prompt(self, spec: Complete) -> list[int]:
+        if spec.mode not in ("complete", "continue", "prefill"):
+            raise InvalidArgument(f"mode is {spec.mode!r}", hint="use complete, continue or prefill")
+        if spec.on_full not in ("block", "error"):
+            raise InvalidArgument(f"on_full is {spec.on_full!r}", hint='use "block" or "error"')
+        prompt = spec.prompt
+        if spec.messages is not None:
+            text = await asyncio.to_thread(self.render_chat, spec)
+            tokens = await self.tokens_of(text, add_special=False, parse_special=True)
+        elif isinstance(prompt, list):
+            tokens = list(prompt)
+        else:
+            tokens = await self.tokens_of(
+                prompt.encode() if isinstance(prompt, str) else prompt,
+                add_special=spec.mode != "continue", parse_special=spec.parse_special,
+            )  # fmt: skip
+        if tokens or spec.mode != "continue":
+            self.check_prompt(tokens)
+        return tokens
+
+    def check_prompt(self, tokens: list[int]) -> None:
+        """Refuse what no model can read: nothing, or ids outside the vocabulary."""
+        if not tokens:
+            raise InvalidArgument("the prompt is empty", hint="send at least one token")
+        n_vocab = self.engine.info.n_vocab
+        wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+        if wrong is not None:
+            raise InvalidArgument(f"prompt has token id {wrong}, the vocabulary has {n_vocab}")
+
+    async def tokens_of(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text that may fit the context; larger ones are refused before they are tokenised."""
+        n_ctx = self.engine.info.n_ctx
+        if len(text) > protocol.MAX_TEXT_BYTES:
+            raise InvalidArgument(f"a text of {len(text)} bytes, the limit is {protocol.MAX_TEXT_BYTES}")
+        if len(text) > n_ctx * MAX_BYTES_PER_TOKEN:
+            raise ContextOverflow(
+                f"a text of {len(text)} bytes cannot fit in n_ctx = {n_ctx} tokens",
+                hint="shorten it, or load the model with a larger context_opts.n_ctx",
+            )
+        if not text:
+            return []  # not even the tokens that would begin it
+        if len(text) < 4096:
+            return self.engine.tokenize(text, add_special=add_special, parse_special=parse_special)
+        return await asyncio.to_thread(self.engine.tokenize, text, add_special=add_special, parse_special=parse_special)
+
+    def _job(self, spec: Complete, request: Request, prompt: list[int], salt: bytes) -> Job:
+        n_ctx = self.engine.info.n_ctx
+        room = n_ctx - len(prompt)
+        if room < (0 if spec.mode == "prefill" else 1):
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens, n_ctx is {n_ctx}",
+                hint="shorten it, or load the model with a larger context_opts.n_ctx",
+            )
+        resume = spec.resume
+        seed = resume.seed if resume else spec.sampling.seed
+        scanner = Scanner(tuple(stop.encode() for stop in spec.stop_sequences if stop), self.markers, spec.thinking)
+        limit = (
+            0 if spec.mode == "prefill" else room if spec.response_tokens is None else min(room, spec.response_tokens)
+        )
+        return Job(
+            id=request.id, spec=spec, prompt=prompt, salt=salt,
+            seed=secrets.randbits(32) if seed is None else seed,
+            limit_tokens=limit, scanner=scanner, times=Times(time.monotonic()),
+            attempt=resume.attempt if resume else 0, generated=list(resume.token_ids) if resume else [],
+        )  # fmt: skip
+
+    def _cancel(self, message: protocol.Cancel, _request: Request) -> None:
+        self._cancel_job(message.request_id)
+
+    def _cancel_job(self, request_id: str) -> None:
+        self.scheduler.post(lambda: self.scheduler.cancel(request_id))
+
+    def _credit(self, message: protocol.Credit, _request: Request) -> None:
+        if (entry := self.open.get(message.request_id)) is not None:
+            entry.stream.grant(message.events)
+
+    def _gone(self, message: protocol.Gone, _request: Request) -> None:
+        for entry in list(self.open.values()):
+            route = entry.request.route
+            if route and codec.decode(route, protocol.Route).client == message.client:
+                self._cancel_job(entry.job.id)
+
+    def peer_down(self, peer_id: str) -> None:
+        """A router died: the requests that came through it end, with their finish save."""
+        if peer_id == "router":
+            for entry in list(self.open.values()):
+                if entry.request.route:
+                    self._cancel_job(entry.job.id)
+
+    def _drop(self, entry: _Open) -> None:
+        """A newer attempt took this one's place: nobody waits for its answer."""
+        entry.request.ended = True
+        self.open.pop(entry.job.id, None)
+        self._cancel_job(entry.job.id)
+
+    def _progress(self) -> None:
+        for position, entry in enumerate(list(self.open.values())):
+            job = entry.job
+            held = len(self.scheduler.table[job.seq].tokens) if job.seq is not None else 0
+            if not entry.request.credit:
+                continue
+            try:
+                entry.request.event(
+                    "progress",
+                    protocol.Progress(
+                        phase=job.stage.value, done_tokens=min(held, job.prompt_tokens or held),
+                        total_tokens=job.prompt_tokens or len(job.prompt), position=position if job.seq is None else 0,
+                    ),
+                )  # fmt: skip
+            except Unreachable:
+                self._cancel_job(job.id)
+
+    # --- Effects: called on the engine thread
+
+    def _hop(self, action: Callable[[], Any]) -> None:
+        self._outbox.append(action)
+        if not self._wake_sent:
+            self._wake_sent = True
+            self.actor.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._wake_sent = False
+        while self._outbox:
+            self._outbox.popleft()()
+
+    def resolve(self, job: Job) -> None:
+        """Look a prompt up, then hand what was found to the scheduler."""
+        self._hop(lambda: self.actor.spawn(self._resolve(job)))
+
+    async def _resolve(self, job: Job) -> None:
+        found = await self.cache.find(job)
+        self.scheduler.post(lambda: self.scheduler.resolved(job, found))
+
+    def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
+        """Drop the claim."""
+        self._hop(lambda: self.cache.check_in(found, used, corrupt))
+
+    def save(self, order: SaveOrder) -> None:
+        """Store a prefix."""
+        self._hop(lambda: self._save(order))
+
+    def _save(self, order: SaveOrder) -> None:
+        accepted: asyncio.Future[SaveResult] = self.actor.loop.create_future()
+        entry = self.open.get(order.job.id) if order.job else None
+        if entry is not None:
+            entry.saves.append(accepted)
+        self.actor.spawn(self.cache.save(order, accepted))
+
+    def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
+        """Stream to the caller."""
+        self._hop(lambda: self._emit(job, pieces))
+
+    def _emit(self, job: Job, pieces: Sequence[Piece]) -> None:
+        entry = self.open.get(job.id)
+        if entry is not None and entry.job is job:
+            entry.stream.push(pieces)
+
+    def ended(self, job: Job, context: tuple[int, ...]) -> None:
+        """The request is over."""
+        self._hop(lambda: self.actor.spawn(self._ended(job, context)))
+
+    def changed(self) -> None:
+        """Observers' row has changed."""
+        self._hop(self.on_changed)
+
+    def crashed(self, error: BaseException) -> None:
+        """The engine thread has a bug."""
+        self.actor.crash(error)
+
+    # --- the end of a request
+
+    async def _ended(self, job: Job, context: tuple[int, ...]) -> None:
+        entry = self.open.get(job.id)
+        if entry is None or entry.job is not job:
+            return
+        if entry.timer:
+            entry.timer.cancel()
+        results = await self._accepted(entry)
+        finish_key = next((r.key for r in results if r.reason is SaveReason.FINISH), None)
+        created = sum(result.created_tokens for result in results)
+        self._count(job)
+        error = job.error
+
+        def finish() -> None:
+            self.open.pop(job.id, None)
+            if error is not None:
+                entry.request.error(error)
+            else:
+                entry.request.done(self._completed(job, context, finish_key, created))
+
+        entry.stream.end(finish)
+
+    async def _accepted(self, entry: _Open) -> list[SaveResult]:
+        if not entry.saves:
+            return []
+        done, _ = await asyncio.wait(entry.saves, timeout=ACCEPT_DEADLINE_S)
+        return [future.result() for future in done]
+
+    def _count(self, job: Job) -> None:
+        self.actor.count(tokens_prefilled=self._take_prefilled())
+        if job.seq is None or job.error is not None:
+            return
+        hit = job.hit
+        self.last_hit = {"kind": hit.kind.value, "prefix_tokens": hit.read_tokens}
+        name = _HIT_COUNTERS.get(hit.kind)
+        if hit.kind is HitKind.PARTIAL:
+            sticky = job.spec.session_id is not None and hit.source == "live"
+            name = "hits_sticky_partial" if sticky else "hits_resume" if hit.via == "parent" else "hits_longest_prefix"
+        deltas = {name or "misses": 1, "tokens_reused": hit.read_tokens}
+        if hit.source == "live":
+            deltas["hits_live"] = 1
+        self.actor.count(**deltas)
+        self.on_changed()
+
+    def _take_prefilled(self) -> int:
+        total = self.scheduler.prefilled_tokens  # the engine thread only adds to it
+        new, self._counted_prefilled = total - self._counted_prefilled, total
+        return new
+
+    def _completed(self, job: Job, context: tuple[int, ...], finish_key: bytes | None, created: int) -> Completed:
+        times, hit = job.times, job.hit
+        stop = job.scanner.stopped_by
+        body = Completed(
+            reply_bytes=bytes(job.scanner.reply), generated=list(job.generated),
+            context_tokens=list(context), committed_tokens=len(context), finish_reason=job.finish_reason or "cancelled",
+            stop_sequence=stop.decode(errors="replace") if stop is not None else None, finish_key=finish_key,
+            cache_hit_kind=hit.kind, cache_read=hit.read_tokens, cache_created=created, hit_source=hit.source,
+            retokenised=hit.retokenised, miss_reason=hit.miss_reason, divergence_byte=hit.divergence_byte,
+            prompt_tokens=job.prompt_tokens or len(job.prompt), completion_tokens=len(job.generated),
+            queue_ms=_ms(times.arrived_s, times.admitted_s or times.ended_s),
+            restore_ms=_ms(times.admitted_s, times.restored_s), prefill_ms=_ms(times.restored_s, times.prefilled_s),
+            generation_ms=_ms(times.first_token_s, times.ended_s), ttft_ms=_ms(times.arrived_s, times.first_token_s),
+            seed=job.seed, logprobs=list(job.logprobs) if job.spec.sampling.logprobs else None,
+        )  # fmt: skip
+        self.actor.cast(
+            "router", protocol.RequestEnded(model_id=self.cache.model_id, request_id=job.id, stats=_stats(body))
+        )
+        return body
+
+    def fail_all(self) -> None:
+        """Stopping: whatever is still open gets an answer."""
+        for entry in list(self.open.values()):
+            entry.request.error(InternalError("the model process stopped before the request ended"))
+        self.open.clear()
+
+
+def _ms(start_s: float, end_s: float) -> float:
+    return round(max(0.0, end_s - start_s) * 1000, 3) if start_s and end_s else 0.0
+
+
+def _stats(body: Completed) -> dict[str, Any]:
+    return {
+        "kind": body.cache_hit_kind.value, "source": body.hit_source, "read_tokens": body.cache_read,
+        "prompt_tokens": body.prompt_tokens, "completion_tokens": body.completion_tokens,
+        "miss_reason": body.miss_reason, "finish_reason": body.finish_reason, "queue_ms": body.queue_ms,
+        "restore_ms": body.restore_ms, "prefill_ms": body.prefill_ms, "generation_ms": body.generation_ms,
+        "ttft_ms": body.ttft_ms, "ended_unix_s": time.time(),
+    }  # fmt: skip

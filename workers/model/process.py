@@ -1,0 +1,330 @@
+"""One model: owns the llama.cpp context, answers its requests, saves and restores its prefixes.
+
+Run as `python -P -m barrel_inference.workers.model.process model:<id>`. Restart: after any exit but a wanted one; a model
+that cannot load says so and stays down. While it is down its requests get `model_down` (or wait, if the client retries);
+what it saved is in the tiers.
+
+Two threads: this one (messages, index, files) and the engine's (`scheduler`), which alone touches the context.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from barrel_inference import protocol
+from barrel_inference.actor import Actor, Peer, Request, run, settle
+from barrel_inference.errors import BarrelError, DeadlineExceeded, InvalidArgument, NotSupported
+from barrel_inference.protocol import Complete, Down, ModelRow, Phase
+from barrel_inference.tiers import policy as policies
+from barrel_inference.tiers.arena import Arena
+from barrel_inference.tiers.policy import Policy
+from barrel_inference.workers.model import options as model_options
+from barrel_inference.workers.model.cache_client import CacheClient
+from barrel_inference.workers.model.chat import ChatTemplate
+from barrel_inference.workers.model.cores import usable_cores
+from barrel_inference.workers.model.engine import Engine
+from barrel_inference.workers.model.gateway import Gateway
+from barrel_inference.workers.model.load import load_engine
+from barrel_inference.workers.model.scheduler import Limits, Scheduler
+from barrel_inference.workers.model.text import Markers
+
+T = TypeVar("T")
+
+# The GIL goes round this often: a token on its way out never waits 5 ms for a busy thread.
+SWITCH_INTERVAL_S = 0.0005
+
+WATCH_S = 0.25
+
+
+class ModelProcess:
+    """The state of one model process, apart from the engine's."""
+
+    engine: Engine
+    scheduler: Scheduler
+    cache: CacheClient
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.settings: dict[str, Any] = actor.boot.settings
+        self.model_id = str(actor.boot.boot["model_id"])
+        self.options = model_options.parse(actor.boot.boot["options"], self.settings)
+        self.loaded_unix_s = 0.0
+        self.template: ChatTemplate | None = None
+        self.adapters: tuple[tuple[str, float], ...] = self.options.adapters
+        self.staging: Arena | None = None
+        self.threads = 0
+        self._row_due = False
+
+    # --- start
+
+    async def start(self, actor: Actor) -> dict[str, Any]:
+        """Load the model; ready when it can answer."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.engine = await asyncio.to_thread(load_engine, self.options, actor.state_dir, self._load_progress)
+        fingerprint = self.engine.info.fingerprint
+        if self.adapters:
+            fingerprint = await asyncio.to_thread(self.engine.set_adapters, self.adapters)
+        info = self.engine.info
+        policy = policies.make(self.options.policy, n_batch=info.n_batch)
+        if info.chat_template:
+            self.template = self._compile(info.chat_template)
+        self.gateway = Gateway(
+            actor, markers=_markers(self.options), render_chat=self._render_chat, on_changed=self._changed
+        )
+        self.gateway.max_queue = int(self.settings["limits"]["max_queue_per_model"])
+        block_tokens = self._block_tokens()
+        self.scheduler = Scheduler(self.engine, self.gateway, self._limits(policy, block_tokens))
+        self._open_staging()
+        self.cache = CacheClient(
+            actor, self.engine, self.scheduler, model_id=self.model_id, server=self.options.tier_server,
+            block_tokens=block_tokens, min_reuse_tokens=policy.min_reuse_tokens,
+            resume_wait_ms=policy.session_resume_wait_ms, deterministic=self.options.context.deterministic, staging=self.staging,
+        )  # fmt: skip
+        self.cache.fingerprint = fingerprint
+        self.gateway.engine, self.gateway.scheduler, self.gateway.cache = self.engine, self.scheduler, self.cache
+        self._register()
+        self.loaded_unix_s = time.time()
+        self.threads = info.n_threads
+        self.scheduler.start()
+        actor.call_age = self._call_age
+        actor.every(WATCH_S, self._watch)
+        return {"kind": "model", "model_id": self.model_id}
+
+    def _load_progress(self, fraction: float, stage: str) -> None:
+        """Called on the loading thread."""
+        self.actor.loop.call_soon_threadsafe(
+            self.actor.cast, "router", protocol.LoadProgress(fraction=fraction, stage=stage, model_id=self.model_id)
+        )
+
+    def _compile(self, source: str) -> ChatTemplate | None:
+        try:
+            info = self.engine.info
+            return ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
+        except NotSupported as bad:
+            self.actor.log.warning("template.refused", reason=bad.message)
+            return None
+
+    def _block_tokens(self) -> int:
+        """Tokens of a node: no more than the window, or its own cells would not all be in its export."""
+        configured = int(self.settings["cache"]["block_tokens"])
+        info = self.engine.info
+        wanted = min(configured, info.window_tokens) if info.window_tokens else configured
+        return min(wanted, info.n_batch) if self.options.context.deterministic else wanted
+
+    def _limits(self, policy: Policy, block_tokens: int) -> Limits:
+        info = self.engine.info
+        # Deterministic: slices end where nodes end, so that a restored prompt is cut exactly as a cold one.
+        chunk = block_tokens if self.options.context.deterministic else min(policy.prefill_chunk_size, info.n_batch)
+        return Limits(
+            policy=policy, prefill_chunk=chunk, warm_cells=self.options.context.warm,
+            deterministic=self.options.context.deterministic, block_tokens=block_tokens,
+            decode_budget_ms=self.options.context.decode_budget_ms,
+        )  # fmt: skip
+
+    def _open_staging(self) -> None:
+        """Saves to a file tier wait for their writer in memory of our own."""
+        if self.options.tier == protocol.Tier.RAM or not self.engine.info.cacheable:
+            return
+        self.staging = Arena(int(self.settings["writer"]["staging_bytes"]))
+        self.staging.serve(self.actor.runtime_dir / f"{self.actor.id}.arena", self.actor.incarnation)
+
+    def _register(self) -> None:
+        on = self.actor.on
+        on(protocol.EndSession, self._end_session)
+        on(protocol.Tokenize, self._tokenize)
+        on(protocol.Detokenize, self._detokenize)
+        on(protocol.ApplyTemplate, self._apply_template)
+        on(protocol.Embed, self._embed)
+        on(protocol.SetAdapters, self._set_adapters)
+        on(protocol.Adapters, lambda _message, _request: protocol.AdapterList(adapters=list(self.adapters)))
+        on(protocol.ReleaseIdle, self._release_idle)
+        on(protocol.ThreadShare, self._thread_share)
+        self.actor.on_up(self._peer_up)
+        self.actor.on_down(self._peer_down)
+        for peer in list(self.actor.peers.values()):
+            self._peer_up(peer)
+
+    # --- requests other than `complete`
+
+    async def _on_engine(self, start: Callable[[Callable[[T], None]], None]) -> T:
+        """Run `start(done)` on the engine thread and wait until it calls `done` with the result."""
+        future: asyncio.Future[T] = self.actor.loop.create_future()
+
+        def done(result: T) -> None:
+            self.actor.loop.call_soon_threadsafe(settle, future, result)
+
+        self.scheduler.post(lambda: start(done))
+        return await future
+
+    async def _end_session(self, message: protocol.EndSession, request: Request) -> protocol.Ok:
+        salt = self.gateway.salt(request)
+        refused: BarrelError | None = await self._on_engine(
+            lambda done: done(self.scheduler.end_session(message.session_id, salt, reset=message.reset))
+        )
+        if refused is not None:
+            raise refused
+        return protocol.Ok()
+
+    async def _tokenize(self, message: protocol.Tokenize, _request: Request) -> protocol.TokenIds:
+        text = message.text.encode() if isinstance(message.text, str) else message.text
+        if len(text) > protocol.MAX_TEXT_BYTES:
+            raise InvalidArgument(f"a text of {len(text)} bytes, the limit is {protocol.MAX_TEXT_BYTES}")
+        ids = await asyncio.to_thread(
+            self.engine.tokenize, text, add_special=message.add_special, parse_special=message.parse_special
+        )
+        return protocol.TokenIds(ids=ids)
+
+    def _detokenize(self, message: protocol.Detokenize, _request: Request) -> protocol.Text:
+        wrong = next((t for t in message.ids if not 0 <= t < self.engine.info.n_vocab), None)
+        if wrong is not None:
+            raise InvalidArgument(f"ids has {wrong}, the vocabulary has {self.engine.info.n_vocab}")
+        return protocol.Text(data=b"".join(map(self.engine.special_piece, message.ids)))
+
+    async def _apply_template(self, message: protocol.ApplyTemplate, _request: Request) -> protocol.TokenIds:
+        text = await asyncio.to_thread(self._render, message.messages, message.tools, message.add_generation_prompt)
+        return protocol.TokenIds(ids=await self.gateway.tokens_of(text, add_special=False, parse_special=True))
+
+    def _render_chat(self, spec: Complete) -> bytes:
+        return self._render(spec.messages or [], spec.tools, True)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_prompt: bool) -> bytes:
+        if self.template is None:
+            raise NotSupported(f"model {self.model_id!r} has no chat template", hint="send a plain prompt")
+        return self.template.render(messages, tools=tools, add_generation_prompt=add_prompt)
+
+    async def _embed(self, message: protocol.Embed, _request: Request) -> protocol.Vector:
+        prompt = message.prompt
+        if isinstance(prompt, list):
+            tokens = prompt
+        else:
+            text = prompt.encode() if isinstance(prompt, str) else prompt
+            tokens = await self.gateway.tokens_of(text, add_special=True, parse_special=False)
+        self.gateway.check_prompt(tokens)
+        result: list[float] | BarrelError = await self._on_engine(
+            lambda done: done(_or_error(lambda: self.engine.embed(tokens)))
+        )
+        if isinstance(result, BarrelError):
+            raise result
+        return protocol.Vector(values=result)
+
+    async def _set_adapters(self, message: protocol.SetAdapters, _request: Request) -> protocol.AdapterList:
+        """Wait until no request runs, end sessions with an evict save under the old namespace, then switch."""
+
+        def change() -> bytes | BarrelError:
+            return _or_error(lambda: self.engine.set_adapters(message.adapters))
+
+        def paused(done: Callable[[bytes | BarrelError], None]) -> None:
+            self.scheduler.release_idle(lambda _freed: done(change()))
+
+        result: bytes | BarrelError = await self._on_engine(lambda done: self.scheduler.pause(lambda: paused(done)))
+        if isinstance(result, bytes):
+            self.cache.fingerprint = result
+            self.adapters = tuple((path, scale) for path, scale in message.adapters)
+        self.scheduler.post(self.scheduler.resume)
+        if isinstance(result, BarrelError):
+            raise result
+        self._changed()
+        return protocol.AdapterList(adapters=list(self.adapters))
+
+    async def _release_idle(self, _message: protocol.ReleaseIdle, _request: Request) -> protocol.Evicted:
+        freed: int = await self._on_engine(self.scheduler.release_idle)
+        return protocol.Evicted(rows=freed, bytes=0)
+
+    def _thread_share(self, message: protocol.ThreadShare, _request: Request) -> None:
+        if self.options.context.deterministic:  # the number of threads decides how sums are split
+            return
+        share = max(1, usable_cores() // max(1, message.computing_models))
+        self.threads = min(self.engine.info.n_threads, share)
+        self.scheduler.post(lambda: self.engine.set_threads(self.threads))
+
+    # --- peers and observers
+
+    def _peer_up(self, peer: Peer) -> None:
+        if peer.id == "router":
+            self._changed()
+
+    def _peer_down(self, down: Down) -> None:
+        self.gateway.peer_down(down.id)
+        self.cache.reader.drop(down.id, down.incarnation)
+
+    def _changed(self) -> None:
+        if not self._row_due:
+            self._row_due = True
+            self.actor.loop.call_soon(self._send_row)
+
+    def _send_row(self) -> None:
+        self._row_due = False
+        self.actor.cast("router", self._row())
+
+    def _row(self) -> ModelRow:
+        info, scheduler = self.engine.info, self.scheduler
+        return ModelRow(
+            model_id=self.model_id, incarnation=self.actor.incarnation, backend=self.options.backend,
+            phase=scheduler.phase() if self.loaded_unix_s else Phase.LOADING, pending_len=len(scheduler.waiting),
+            running=len(scheduler.running), last_cache_hit=self.gateway.last_hit, context_size=info.n_ctx,
+            quant_type=info.quant_type, quant_bits=info.quant_bits, fingerprint=self.cache.fingerprint,
+            tier=self.options.tier, n_seq_max=info.n_seq_max, available_seqs=scheduler.table.available(),
+            pinned_idle_seqs=scheduler.table.pinned_idle(), memory_bytes=info.memory_bytes,
+            loaded_at=self.loaded_unix_s, last_used_unix_s=self.gateway.last_used_unix_s, threads=self.threads,
+        )  # fmt: skip
+
+    def _call_age(self) -> tuple[int, int]:
+        began_s = self.scheduler.call_began_s
+        return (int((time.monotonic() - began_s) * 1000) if began_s else 0, self.options.context.decode_budget_ms)
+
+    def _watch(self) -> None:
+        age_ms, budget_ms = self._call_age()
+        if budget_ms and age_ms > budget_ms:
+            self.engine.interrupt()
+
+    # --- stop
+
+    async def drain(self, _actor: Actor) -> None:
+        """End every stream, save every sequence, most valuable first, within `evict_save_timeout_ms`."""
+        timeout_s = int(self.settings["cache"]["evict_save_timeout_ms"]) / 1000
+        try:
+            await asyncio.wait_for(self._on_engine(self.scheduler.save_everything), timeout_s)
+        except TimeoutError:
+            self.actor.log.warning("shutdown.save_timed_out", error=DeadlineExceeded.code, timeout_s=timeout_s)
+        self.gateway.fail_all()
+        self.scheduler.stop()
+        await asyncio.to_thread(self.scheduler.join, 5.0)
+        if self.staging is not None:
+            self.staging.close()
+        self.engine.close()
+
+
+def _markers(options: model_options.LoadOptions) -> Markers:
+    def pair(markers: model_options.Markers | None) -> tuple[bytes, bytes] | None:
+        return (markers.start.encode(), markers.end.encode()) if markers else None
+
+    return Markers(pair(options.thinking_markers), pair(options.tool_call_markers))
+
+
+def _or_error(function: Callable[[], T]) -> T | BarrelError:
+    """The result, or the expected error as a value: it has to cross a thread."""
+    try:
+        return function()
+    except BarrelError as error:
+        return error
+
+
+def main() -> int:
+    """The process's life; returns its exit status."""
+    process: list[ModelProcess] = []
+
+    def make(actor: Actor) -> Callable[[Actor], Awaitable[dict[str, Any] | None]]:
+        async def start(actor: Actor) -> dict[str, Any]:
+            model = ModelProcess(actor)
+            process.append(model)
+            return await model.start(actor)
+
+        return start
+
+    return run(make, drain=lambda actor: process[0].drain(actor))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
