@@ -43,6 +43,18 @@ def decode_header(frame: bytes) -> Header:
     return header
 
 
+def request_id_of(frame: bytes) -> str | None:
+    """The request id of a header that is otherwise not accepted, so that its sender can be told; None if there is none."""
+    if len(frame) > _MAX_SMALL_BYTES:
+        return None
+    try:
+        fields = msgspec.msgpack.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    request_id = fields[3] if isinstance(fields, list) and len(fields) > 3 else None
+    return request_id if isinstance(request_id, str) and 0 < len(request_id) <= 100 else None
+
+
 def decode(body: bytes, cls: type[M]) -> M:
     """Parse a body as `cls`, or raise `ProtocolError` naming what was wrong with it."""
     if len(body) > protocol.MAX_MESSAGE_BYTES:

@@ -12,7 +12,7 @@ pressure.
 """
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,22 @@ CREDIT_EVENTS = 32
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+
+# msgspec knows no union of text and bytes: it decodes these fields as they come, and `__post_init__` checks them.
+if TYPE_CHECKING:
+    TextOrBytes: TypeAlias = str | bytes
+    Prompt: TypeAlias = str | bytes | list[int]
+else:
+    TextOrBytes = Prompt = Any
+
+
+def check_prompt(name: str, value: object, *, ids: bool = True) -> None:
+    """Raise ValueError unless `value` is text, bytes or (where allowed) token ids."""
+    if isinstance(value, (str, bytes)) or (
+        ids and isinstance(value, list) and all(type(item) is int for item in value)
+    ):
+        return
+    raise ValueError(f"{name} is neither text nor bytes{' nor a list of token ids' if ids else ''}")
 
 
 class Kind(StrEnum):
@@ -413,7 +429,7 @@ class Complete(Message, frozen=True):
     """Call to a model: prefill and generate. Events `token`, `thinking`, ... (`TokenEvent`), `progress`, then `Completed`."""
 
     mode: str = "complete"  # complete, continue (append to the session), prefill (generate nothing)
-    prompt: str | bytes | list[int] = ""
+    prompt: Prompt = ""
     messages: list[dict[str, Any]] | None = None  # chat: rendered by the model's template instead of `prompt`
     tools: list[dict[str, Any]] | None = None
     response_tokens: Count | None = None
@@ -428,6 +444,9 @@ class Complete(Message, frozen=True):
     expect_committed: list[int] | None = None
     parse_special: bool = False
     resume: Resume | None = None
+
+    def __post_init__(self) -> None:
+        check_prompt("prompt", self.prompt)
 
 
 class TokenEvent(Message, frozen=True):
@@ -507,9 +526,12 @@ class EndSession(Message, frozen=True):
 class Tokenize(Message, frozen=True):
     """Call to a model."""
 
-    text: str | bytes
+    text: TextOrBytes
     add_special: bool = True
     parse_special: bool = False
+
+    def __post_init__(self) -> None:
+        check_prompt("text", self.text, ids=False)
 
 
 class Detokenize(Message, frozen=True):
@@ -529,7 +551,10 @@ class ApplyTemplate(Message, frozen=True):
 class Embed(Message, frozen=True):
     """Call to a model."""
 
-    prompt: str | bytes | list[int]
+    prompt: Prompt
+
+    def __post_init__(self) -> None:
+        check_prompt("prompt", self.prompt)
 
 
 class SetAdapters(Message, frozen=True):

@@ -1,0 +1,254 @@
+"""The front door: clients connect here, and observers get their answers here without touching a model.
+
+Run as `python -P -m barrel_inference.workers.router router`. Restart: always. While it is down nobody gets in: clients see
+their connection break, wait, and send again; models end the requests that came through it. It keeps nothing on disk: after
+a restart the supervisor says which processes there are, and the models send their rows again.
+
+A client's message is [target, header, body]. The router reads the header, checks that this target takes this verb from
+clients, and hands header and body on unopened. The answer comes back with the `Route` that was sent along.
+"""
+
+import sys
+from typing import Any
+
+from barrel_inference import codec, protocol
+from barrel_inference.actor import Actor, Peer, Request, run
+from barrel_inference.errors import BarrelError, ModelDown, ModelFailed, NotFound, NotSupported, ProtocolError
+from barrel_inference.protocol import Down, Gone, Header, Kind, ModelRow, Route, ThreadShare
+from barrel_inference.transport import Frames, Unreachable
+from barrel_inference.workers.loading import Loader
+from barrel_inference.workers.observing import Observers
+from barrel_inference.workers.registry import Limits, Pending, PendingTable, Registry, model_of
+
+# What other processes may send to the router; a client cannot pose as the supervisor by leaving its target empty.
+PEER_VERBS = frozenset({"model_row", "load_progress", "request_ended"}) | protocol.CLIENT_VERBS["router"]
+
+TREE_DEADLINE_S = 2.0
+
+# How often the supervisor is asked about a model that is coming back.
+LEARN_S = 0.3
+
+_NO_TENANT = ""  # every peer of a Unix socket in a 0700 directory is this user
+
+
+class Router:
+    """Frames in, frames out; the registry and the pending table say where to."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        limits = actor.boot.settings["limits"]
+        self.pending = PendingTable(Limits(limits["max_requests_per_client"], limits["max_requests"]))
+        self.registry = Registry()
+        self.loader = Loader(actor, self.registry)
+        self.observers = Observers(actor, self.registry)
+        self._computing = 0
+        # What clients send before the registry knows which models there are; answered as soon as it does.
+        self._early: list[Frames] | None = []
+        actor.routed_handler = self._on_frames
+        actor.on_up(self._up)
+        actor.on_down(self._down)
+        actor.on(protocol.Greet, self._greet)
+        actor.on(ModelRow, self._row)
+        actor.on(protocol.Cancel, self._cancel)
+
+    async def serve(self, _actor: Actor) -> dict[str, Any]:
+        """Learn from the supervisor which models there are; it matters after a restart of the router."""
+        await self._learn()
+        self.actor.every(LEARN_S, self._learn_if_waiting)
+        early, self._early = self._early or [], None
+        for frames in early:
+            self._on_frames(frames)
+        return {}
+
+    async def _learn(self) -> None:
+        try:
+            tree = await self.actor.supervisor.call(
+                protocol.TreeStatus(), protocol.TreeRows, deadline_s=TREE_DEADLINE_S
+            )
+        except BarrelError as unknown:
+            self.actor.log.warning("router.tree_unknown", reason=str(unknown))
+        else:
+            self.registry.learn(tree.children)
+
+    def _learn_if_waiting(self) -> None:
+        if self.registry.is_waiting():
+            self.actor.spawn(self._learn())
+
+    # --- from clients and peers
+
+    def _on_frames(self, frames: Frames) -> None:
+        if len(frames) != 4:
+            self.actor.rejected(f"{len(frames)} frames instead of 4")
+            return
+        sender, target, raw_header, body = frames
+        if target and self._early is not None:
+            self._early.append(frames)
+            return
+        try:
+            header = codec.decode_header(raw_header)
+            if header.kind not in (Kind.CALL, Kind.CAST):
+                raise ProtocolError(f"unexpected {header.kind}")
+            if header.kind is Kind.CALL and not header.request_id:
+                raise ProtocolError("a call without a request id")
+        except ProtocolError as bad:
+            self.actor.rejected(f"{bad}")
+            if request_id := codec.request_id_of(raw_header):
+                self._answer_error(sender, request_id, bad)
+            return
+        request = Request(self.actor, sender, b"", header)
+        try:
+            self._route(target, request, header, raw_header, body)
+        except ProtocolError as bad:
+            self.actor.rejected(f"{bad}")
+            request.error(bad)
+        except BarrelError as refused:
+            request.error(refused)
+
+    def _route(self, target: bytes, request: Request, header: Header, raw_header: bytes, body: bytes) -> None:
+        """Hand a message to who answers it, or raise why nobody does."""
+        if not target:
+            if header.verb not in PEER_VERBS:
+                raise ProtocolError(f"the router does not take {header.verb!r}")
+            self.actor.dispatch(request, header, body)
+            return
+        process_id = target.decode("utf-8", "replace")
+        group = "model" if model_of(process_id) is not None else process_id
+        if group not in protocol.CLIENT_VERBS:
+            raise NotFound(f"no process {process_id[:200]!r} takes requests from clients")
+        if header.verb not in protocol.CALLS and header.verb not in protocol.CASTS:
+            raise ProtocolError(f"unknown verb {header.verb[:100]!r}")
+        if header.verb not in protocol.CLIENT_VERBS[group]:
+            raise NotSupported(f"{process_id[:200]} does not take {header.verb!r} from clients")
+        if group == "router":
+            self.actor.dispatch(request, header, body)
+        elif group == "supervisor":
+            self.actor.spawn(self._ask_supervisor(request, codec.decode_request(header, body)))
+        else:
+            self._forward(process_id, request, raw_header, body)
+
+    def _forward(self, process_id: str, request: Request, raw_header: bytes, body: bytes) -> None:
+        is_call = request.kind is Kind.CALL
+        peer = self.actor.peers.get(process_id)
+        model_id = model_of(process_id)
+        if peer is None or (model_id is not None and self.registry.is_leaving(model_id)):
+            if is_call:
+                raise self._absent(process_id)
+            return
+        if is_call and (full := self.pending.refusal(request.peer, request.id)) is not None:
+            raise full
+        route = codec.encode(Route(client=request.peer, tenant=_NO_TENANT))
+        try:
+            peer.socket.send([route, raw_header, body])
+        except Unreachable:
+            if is_call:
+                raise self._absent(process_id) from None
+            return
+        if is_call:
+            self.pending.add(Pending(request.peer, request.id, process_id))
+
+    def _absent(self, process_id: str) -> BarrelError:
+        model_id = model_of(process_id)
+        if model_id is not None:
+            return self.registry.refusal(model_id)
+        return ModelDown(
+            f"{process_id} is being restarted", hint="try again in a moment", process=process_id, accepted=False
+        )
+
+    async def _ask_supervisor(self, request: Request, message: protocol.Message) -> None:
+        reply_type = protocol.CALLS[request.verb][1]
+        try:
+            request.done(await self.actor.supervisor.call(message, reply_type))
+        except BarrelError as refused:
+            request.error(refused)
+
+    def _answer_error(self, client: bytes, request_id: str, error: BarrelError) -> None:
+        header = Header(protocol.VERSION, Kind.ERROR, "", request_id)
+        try:
+            self.actor.server.send([client, b"", codec.encode(header), codec.encode(codec.error_body(error))])
+        except Unreachable:
+            self._client_gone(client)
+
+    # --- from workers, back to clients
+
+    def _on_answer(self, peer: Peer, frames: Frames) -> None:
+        """Pass one event, reply or error on to the client that waits for it; the worker learns when nobody does."""
+        raw_route, raw_header, body = frames
+        client = codec.decode(raw_route, Route).client
+        header = codec.decode_header(raw_header)
+        if not self.pending.holds(client, header.request_id):
+            return
+        if header.kind in (Kind.DONE, Kind.ERROR):
+            self.pending.remove(client, header.request_id)
+        try:
+            self.actor.server.send([client, b"", raw_header, body])
+        except Unreachable:
+            peer.cast(Gone(client=client))
+            self._client_gone(client)
+
+    def _client_gone(self, client: bytes) -> None:
+        for target in {pending.target for pending in self.pending.take_client(client)}:
+            self.actor.cast(target, Gone(client=client))
+
+    def _cancel(self, message: protocol.Cancel, _request: Request) -> None:
+        """Cancel by request id alone: whoever has it."""
+        self.loader.cancel(message.request_id)
+        for pending in self.pending.find(message.request_id):
+            peer = self.actor.peers.get(pending.target)
+            if peer is not None:
+                peer.cast(message)
+
+    # --- processes come and go
+
+    def _up(self, peer: Peer) -> None:
+        peer.on_routed = self._on_answer
+        model_id = model_of(peer.id)
+        if model_id is not None:
+            self.registry.up(model_id, peer.incarnation)
+            peer.cast(ThreadShare(computing_models=max(1, self._computing)))
+
+    def _down(self, down: Down) -> None:
+        self.registry.down(down)
+        model_id = model_of(down.id)
+        for pending in self.pending.take_target(down.id):
+            self._answer_error(pending.client, pending.request_id, _died(down, model_id))
+        self._share_threads()
+
+    def _row(self, row: ModelRow, _request: Request) -> None:
+        if self.registry.row_came(row):
+            self._share_threads()
+
+    def _share_threads(self) -> None:
+        """Tell the models how many of them compute, when that has changed."""
+        computing = self.registry.computing_models()
+        if computing == self._computing:
+            return
+        self._computing = computing
+        for peer in self.actor.peers.values():
+            if model_of(peer.id) is not None:
+                peer.cast(ThreadShare(computing_models=max(1, computing)))
+
+    # --- own calls
+
+    def _greet(self, _greet: protocol.Greet, _request: Request) -> protocol.Greeting:
+        return protocol.Greeting(
+            version=protocol.VERSION, incarnation=self.actor.incarnation,
+            max_message_bytes=protocol.MAX_MESSAGE_BYTES, max_text_bytes=protocol.MAX_TEXT_BYTES,
+        )  # fmt: skip
+
+
+def _died(down: Down, model_id: str | None) -> BarrelError:
+    """What a request gets whose process died while it had it. Pure."""
+    name = down.id if model_id is None else f"model {model_id!r}"
+    details = {"process": down.id, "accepted": True, "restarting": down.restarting}
+    if down.restarting:
+        return ModelDown(f"{name} died ({down.reason})", hint="it is being restarted, try again", **details)
+    return ModelFailed(f"{name} is down ({down.reason})", hint="see `barrelctl doctor`, then load it again", **details)
+
+
+def main() -> int:
+    """Run until told to stop; the value is the process's exit status."""
+    return run(lambda actor: Router(actor).serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
