@@ -1,0 +1,106 @@
+"""A model's vocabulary: text to tokens and back. Any thread may call it: llama.cpp only reads here."""
+
+import ctypes
+
+import llama_cpp.llama_cpp as L
+
+from barrel_inference.errors import InvalidArgument
+from barrel_inference.tiers import key as keys
+
+# A token that text cannot spell under any split: its bytes are escaped in keys.
+_NOT_TEXT = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
+_FIRST_GUESS_BYTES = 64
+
+
+class LlamaVocab:
+    """Tokens and pieces of one model; pieces are looked up once."""
+
+    def __init__(self, model: object) -> None:
+        self._vocab = L.llama_model_get_vocab(model)
+        self.n_vocab = int(L.llama_vocab_n_tokens(self._vocab))
+        self.handle = self._vocab
+        self._pieces: list[bytes | None] = [None] * self.n_vocab
+        self._special: list[bytes | None] = [None] * self.n_vocab
+        self._rendered: list[bytes | None] = [None] * self.n_vocab
+
+    def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text; invalid UTF-8 becomes byte tokens, or is refused by vocabularies without them."""
+        room = len(text) // 2 + 16
+        for _ in range(2):
+            tokens = (L.llama_token * room)()
+            count = L.llama_tokenize(self._vocab, text, len(text), tokens, room, add_special, parse_special)
+            if count >= 0:
+                return list(tokens[:count])
+            room = -count
+        raise InvalidArgument(f"{len(text)} bytes of text cannot be tokenized")
+
+    def piece(self, token: int) -> bytes:
+        """A token's text as it is shown; empty for control tokens."""
+        self.check(token)
+        found = self._pieces[token]
+        if found is None:
+            found = self._pieces[token] = self._to_piece(token, special=False)
+        return found
+
+    def special_piece(self, token: int) -> bytes:
+        """A token's text with control tokens spelt out."""
+        self.check(token)
+        found = self._special[token]
+        if found is None:
+            found = self._special[token] = self._to_piece(token, special=True)
+        return found
+
+    def rendered(self, token: int) -> bytes:
+        """A token's bytes as they are hashed.
+
+        Escaped by id: control and unknown tokens, and every token without text, which would otherwise vanish from the key.
+        User-defined tokens are plain: llama.cpp's tokenizer finds them in any text, so the same bytes are the same prompt.
+        """
+        self.check(token)
+        found = self._rendered[token]
+        if found is None:
+            text = self.special_piece(token)
+            is_text = text and not L.llama_vocab_get_attr(self._vocab, token) & _NOT_TEXT
+            found = self._rendered[token] = keys.escape_plain(text) if is_text else keys.escape_control(token)
+        return found
+
+    def is_end(self, token: int) -> bool:
+        """Is this an end-of-generation token?"""
+        return 0 <= token < self.n_vocab and bool(L.llama_vocab_is_eog(self._vocab, token))
+
+    def check(self, token: int) -> None:
+        """Refuse an id that the vocabulary does not have: llama.cpp would read beyond its tables.
+
+        Raises:
+            InvalidArgument
+        """
+        if not 0 <= token < self.n_vocab:
+            raise InvalidArgument(f"token id {token} is outside the vocabulary of {self.n_vocab} tokens")
+
+    def bos_text(self) -> str:
+        """The text of the token that begins a sequence, for chat templates."""
+        return self._text(L.llama_vocab_bos(self._vocab))
+
+    def eos_text(self) -> str:
+        """The text of the token that ends a sequence, for chat templates."""
+        return self._text(L.llama_vocab_eos(self._vocab))
+
+    def longest_piece_bytes(self) -> int:
+        """No token stands for more bytes of text; 0 for vocabularies that merge unknown text into one token."""
+        if L.llama_vocab_type(self._vocab) not in (L.LLAMA_VOCAB_TYPE_SPM, L.LLAMA_VOCAB_TYPE_BPE):
+            return 0
+        text_of = L.llama_vocab_get_text
+        return max(len(text_of(self._vocab, token) or b"") for token in range(self.n_vocab))
+
+    def _text(self, token: int) -> str:
+        return "" if token < 0 else (L.llama_vocab_get_text(self._vocab, token) or b"").decode("utf-8", "replace")
+
+    def _to_piece(self, token: int, *, special: bool) -> bytes:
+        size = _FIRST_GUESS_BYTES
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(size)
+            count = L.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+        raise AssertionError(f"the piece of token {token} has no length")
