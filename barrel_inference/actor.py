@@ -303,8 +303,7 @@ class Actor:
     def cannot_start(self, error: BarrelError) -> None:
         """Tell the supervisor that starting again will not help, and exit."""
         self.supervisor.cast(CannotStart(incarnation=self.incarnation, error=codec.error_body(error)))
-        self.supervisor.socket.close(linger_ms=1000)
-        self.context.term()
+        self.context.destroy(linger=1000)  # every socket: `term` alone would wait for the open ones for ever
         os._exit(EXIT_CANNOT_START)
 
     def rejected(self, reason: str) -> None:

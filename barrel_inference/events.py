@@ -17,7 +17,7 @@ def configure(*, json: bool, level: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    processors.append(structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer())
+    processors.append(structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),

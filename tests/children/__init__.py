@@ -1,0 +1,1 @@
+"""Programs for the supervisor's tests, most of which misbehave on purpose."""
