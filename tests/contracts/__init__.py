@@ -1,0 +1,1 @@
+"""Claims that every implementation of an interface meets."""

@@ -1,0 +1,1 @@
+"""Pure decisions, as tables and properties."""
