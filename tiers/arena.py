@@ -46,7 +46,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class ArenaGone(Exception):
+class ArenaGone(OSError):
     """The arena of that incarnation cannot be mapped: its owner died, or another incarnation serves now."""
 
 
@@ -79,6 +79,8 @@ class Mapping:
             if incarnation != expected_incarnation:
                 raise ArenaGone(f"{path}: incarnation {incarnation} serves now, not {expected_incarnation}")
             return cls(descriptor, size_bytes)
+        except ArenaGone:
+            raise
         except OSError as error:
             raise ArenaGone(f"{path}: {error}") from error
         finally:
@@ -141,6 +143,11 @@ class Arena:
     def allocated_bytes(self) -> int:
         """What is allocated now."""
         return self._extents.allocated_bytes
+
+    @property
+    def warm_bytes(self) -> int:
+        """Memory that is kept for the next allocations."""
+        return self._extents.warm_bytes
 
     @property
     def resident_bytes(self) -> int:

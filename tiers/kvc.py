@@ -253,6 +253,12 @@ def invalidate(view: memoryview) -> None:
     view[: len(MAGIC)] = bytes(len(MAGIC))
 
 
+def marks_of(wire: Sequence[tuple[bytes, int, str, bool]]) -> tuple[Mark, ...]:
+    """Marks as a message had them; what no trailer can hold is left out."""
+    marks = (Mark(*mark) for mark in wire)
+    return tuple(m for m in marks if len(m.key) == 32 and 0 <= m.tokens < 2**32 and m.reason in REASON_NUMBERS)
+
+
 def pack_trailer(trailer: Trailer) -> bytes:
     """The trailer's bytes; of more than `MAX_MARKS` marks the pinned and then the last ones are kept."""
     marks = _kept_marks(trailer.marks)
@@ -261,7 +267,12 @@ def pack_trailer(trailer: Trailer) -> bytes:
     )
     rest = packed.ljust(TRAILER_BYTES - _TRAILER.size, b"\0")
     head = _TRAILER.pack(
-        TRAILER_MAGIC, len(marks), trailer.last_used_unix_s, min(trailer.hits, 2**32 - 1), int(trailer.pinned), b""
+        TRAILER_MAGIC,
+        len(marks),
+        trailer.last_used_unix_s,
+        min(max(trailer.hits, 0), 2**32 - 1),
+        int(trailer.pinned),
+        b"",
     )[:24]
     return head + xxh3_128(head + rest).digest() + rest
 
