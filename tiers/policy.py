@@ -1,0 +1,116 @@
+"""When a prefix is saved, and up to where. Pure.
+
+The gates and their defaults are those of the caching guide. `None` in a mapping stands for infinity.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from barrel_inference.errors import InvalidArgument
+
+_DEFAULT_REUSE_TOKENS = 32  # below, reading and importing a prefix costs more than computing it
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The gates of one model; token counts, `math.inf` where that is allowed."""
+
+    min_tokens: float = 512  # nothing shorter is saved; inf = nothing at all
+    cold_min_tokens: float = 512
+    cold_max_tokens: float = 30_000
+    continued_interval: int = 2048
+    boundary_trim_tokens: int = 32
+    boundary_align_tokens: int = 2048
+    session_resume_wait_ms: int = 500
+    min_reuse_tokens: int = _DEFAULT_REUSE_TOKENS
+    prefill_chunk_size: int = 128
+    store_logits: bool = False
+
+    def cold_boundary(self, prompt_tokens: int) -> int:
+        """Where a cold save ends: trimmed, then rounded down to the alignment; 0 = nothing is left."""
+        left = prompt_tokens - self.boundary_trim_tokens
+        return left // self.boundary_align_tokens * self.boundary_align_tokens if left > 0 else 0
+
+    def wants_cold(self, prompt_tokens: int) -> bool:
+        """Is a cold prompt of this length saved?"""
+        return self.min_tokens <= prompt_tokens and self.cold_min_tokens <= prompt_tokens <= self.cold_max_tokens
+
+    def wants_continued(self, tokens: int, last_tokens: int) -> bool:
+        """Is it time for a continued save? `last_tokens`: the last save's length, or the prompt's."""
+        return tokens >= self.min_tokens and tokens - last_tokens >= self.continued_interval
+
+    def wants_finish(self, tokens: int) -> bool:
+        """Is a finished context of this length saved?"""
+        return tokens >= self.min_tokens
+
+
+_COUNTS = ("min_tokens", "cold_min_tokens", "cold_max_tokens")  # may be infinite
+_AT_LEAST = {
+    "continued_interval": 1,
+    "boundary_trim_tokens": 0,
+    "boundary_align_tokens": 1,
+    "session_resume_wait_ms": 0,
+    "min_reuse_tokens": 1,
+}
+
+
+def validate(mapping: Mapping[str, Any]) -> list[str]:
+    """Every problem of a complete set of gates, each naming its key and value."""
+    problems = []
+    for name in (*_COUNTS, *(name for name in _AT_LEAST if name not in ("min_reuse_tokens", "session_resume_wait_ms"))):
+        if name not in mapping:
+            problems.append(f"policy.{name} is missing")
+    for name, value in mapping.items():
+        problems += _problem(name, value)
+    low, high = _number(mapping.get("cold_min_tokens", 0)), _number(mapping.get("cold_max_tokens", None))
+    if not problems and low >= high:
+        problems.append(f"policy.cold_min_tokens = {low:g} has to be below cold_max_tokens = {high:g}")
+    return problems
+
+
+def make(mapping: Mapping[str, Any], *, n_batch: int) -> Policy:
+    """The gates of a model, completed.
+
+    Raises:
+        InvalidArgument: names the key and the value.
+    """
+    if problems := validate(mapping):
+        raise InvalidArgument("; ".join(problems))
+    values = {name: _number(mapping[name]) for name in _COUNTS}
+    whole = {name: int(mapping[name]) for name in _AT_LEAST if mapping.get(name) is not None}
+    reuse = whole.pop("min_reuse_tokens", None)
+    if reuse is None:
+        reuse = int(min(_DEFAULT_REUSE_TOKENS, values["min_tokens"]))
+    chunk = mapping.get("prefill_chunk_size", max(64, n_batch // 4))
+    return Policy(
+        **values,
+        **whole,  # type: ignore[arg-type]  # every value of it is an int
+        min_reuse_tokens=max(1, reuse),
+        prefill_chunk_size=n_batch if chunk is None or chunk == math.inf else int(chunk),
+        store_logits=bool(mapping.get("store_logits", False)),
+    )
+
+
+def _number(value: Any) -> float:
+    return math.inf if value is None else value
+
+
+def _problem(name: str, value: Any) -> list[str]:
+    if name == "store_logits":
+        return [] if isinstance(value, bool) else [f"policy.store_logits = {value!r} is not true or false"]
+    if name in _COUNTS or name == "prefill_chunk_size":
+        least = 1 if name == "prefill_chunk_size" else 0
+        if value is None or value == math.inf:
+            return []
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return []
+        return [f"policy.{name} = {value!r} is neither a whole number of at least {least} nor inf"]
+    if name in _AT_LEAST:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= _AT_LEAST[name]:
+            return []
+        if value is None and name in ("session_resume_wait_ms", "min_reuse_tokens"):
+            return []
+        return [f"policy.{name} = {value!r} is no whole number of at least {_AT_LEAST[name]}"]
+    return [f"policy.{name} = {value!r} is no gate"]
