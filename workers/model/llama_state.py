@@ -254,12 +254,19 @@ class LlamaState:
             self._set(seq, source, _PARTIAL) == len(source)
             and bool(L.llama_memory_seq_rm(self._memory, seq, length, -1))
             and self.position_end(seq) == length
+            and self._snapshot_window_is_whole(seq, length)
         )
         if not done:
             self.clear(seq)
             return False
         self._lengths[seq], self._incomplete[seq] = length, False
         return True
+
+    def _snapshot_window_is_whole(self, seq: int, length: int) -> bool:
+        """Are the window's cells those before `length`? A recurrent state refuses any other length by itself, cells do not."""
+        if not self.kind.small_window or self.kind.hybrid:
+            return True
+        return int(L.llama_memory_seq_pos_min(self._memory, seq)) <= max(0, length - self.kind.window_tokens)
 
     # --- calibration, at load
 
