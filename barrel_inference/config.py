@@ -194,7 +194,7 @@ def settings_from(tables: Mapping[str, Any], *, check_policy: PolicyCheck | None
 
     Args:
         tables: the complete configuration, as `lay_over` gives it.
-        check_policy: says what is wrong with a merged policy (tiers.policy.validate).
+        check_policy: says what is wrong with a merged policy, as "policy.KEY ..." (tiers.policy.validate).
     """
     tables = _with_tier_defaults(tables)
     values, problems = config_check.check_struct(tables, Settings)
@@ -226,10 +226,10 @@ def _with_tier_defaults(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _policy_problems(settings: Settings, check_policy: PolicyCheck) -> list[str]:
     policy = {k: v for k, v in msgspec.to_builtins(settings.cache.policy).items() if v is not None}
-    problems = [f"cache.policy: {problem}" for problem in check_policy(policy)]
+    problems = [f"cache.{problem}" for problem in check_policy(policy)]
     for name, options in settings.models.items():
         if own := options.get("policy"):
-            problems += [f"models.{name}.policy: {problem}" for problem in check_policy({**policy, **own})]
+            problems += [f"models.{name}.{problem}" for problem in check_policy({**policy, **own})]
     return problems
 
 
@@ -304,8 +304,8 @@ def _absolute(path: str | Path) -> str:
 
 
 def dump(settings: Settings) -> dict[str, Any]:
-    """The settings as plain data for boot documents: infinity is None, because JSON has none."""
-    plain = _without_infinity(msgspec.to_builtins(settings))
+    """The settings as plain data for boot documents. None is infinity, which JSON lacks; an absent key is absent."""
+    plain = _without_infinity(_without_absent(msgspec.to_builtins(settings)))
     assert isinstance(plain, dict)
     return plain
 

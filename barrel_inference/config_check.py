@@ -112,6 +112,8 @@ def check_leaf(value: object, hint: Any, path: str) -> tuple[Any, list[str]]:
     options = [option for option in typing.get_args(hint) if option is not type(None)]
     if type(None) in typing.get_args(hint):
         hint = options[0]
+    if typing.get_origin(hint) is typing.Literal and value not in options:
+        return None, [f"{path} = {value!r}: expected one of {', '.join(map(str, options))}"]
     try:
         if hint == ByteSize:
             return byte_size(value), []

@@ -255,7 +255,10 @@ class Supervisor:
             self._tick.cancel()
         for call in self._stop_calls:
             self._control.answer(call, Ok())
-        report_start(self._ready_fd, codec.error_body(InternalError(finished.reason)))
+        error = finished.error or codec.error_body(
+            InternalError(f"the runtime was {finished.reason} before it was ready")
+        )
+        report_start(self._ready_fd, error)
         level = "error" if finished.status else "info"
         getattr(self.log, level)("supervisor.stopped", status=finished.status, reason=finished.reason)
 

@@ -167,6 +167,7 @@ class Finished:
 
     status: int
     reason: str
+    error: ErrorBody | None = None  # of the child that ended everything
 
 
 Command = Spawn | Terminate | Kill | Tell | Answer | Report | AllReady | Finished

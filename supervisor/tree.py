@@ -403,9 +403,9 @@ class Tree:
             start_calls, child.start_calls = child.start_calls, []
             yield from (Answer(call, child.error) for call in start_calls)
             if outcome == "gave_up":
-                yield from self._stop_all(Finished(EXIT_GAVE_UP, child.error.message))
+                yield from self._stop_all(Finished(EXIT_GAVE_UP, child.error.message, child.error))
             elif child.spec.essential:
-                yield from self._stop_all(Finished(EXIT_CANNOT_START, child.error.message))
+                yield from self._stop_all(Finished(EXIT_CANNOT_START, child.error.message, child.error))
         yield from _answer(stop_calls, None)
 
     # --- steps
