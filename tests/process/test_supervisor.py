@@ -38,7 +38,7 @@ from barrel_inference.protocol import (
 from barrel_inference.runtime import ask_supervisor
 
 TESTS = Path(__file__).parents[1]
-DEADLINE_S = 30.0  # of a poll; a two-core machine under load is slow, not wrong
+DEADLINE_S = 30  # of a poll; a two-core machine under load is slow, not wrong
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
