@@ -258,14 +258,14 @@ def _vocab_only() -> NotSupported:
 
 
 def load(
-    options: LoadOptions, *, state_dir: Path, on_progress: Callable[[float], None],
+    options: LoadOptions, *, state_dir: Path, on_progress: Callable[[float, str], None],
     log_line: Callable[[str], None] | None = None, grammar_bytes: int = MAX_GRAMMAR_BYTES,
 ) -> LlamaEngine:  # fmt: skip
     """A llama.cpp engine that has decoded once.
 
     Args:
         state_dir: where fingerprints are remembered.
-        on_progress: called with fractions from 0 to 1.
+        on_progress: called with a fraction from 0 to 1 and the stage's name: fingerprint, loading, checking.
         log_line: takes llama.cpp's log lines, for the log at debug level.
 
     Raises:
@@ -276,8 +276,10 @@ def load(
     L.llama_backend_init()
     log = LogLines(log_line)
     files = files_of(resolve(options.model_path))
-    digest = fingerprint.fingerprint_of(files, options.fingerprint_mode, options.fingerprint, state_dir)
-    model = llama_load.load_model(files[0], options.llama, log, on_progress)
+    digest = fingerprint.fingerprint_of(
+        files, options.fingerprint_mode, options.fingerprint, state_dir, lambda done: on_progress(done, "fingerprint")
+    )
+    model = llama_load.load_model(files[0], options.llama, log, lambda done: on_progress(done, "loading"))
     if not options.llama.prefetch:
         residency.advise_random(residency.weights_of(files))
     embeddings_only = llama_load.is_embedding_model(model)
@@ -288,8 +290,9 @@ def load(
     info = dataclasses.replace(info, embeddings_only=embeddings_only)
     engine = LlamaEngine(model, context, options, files, info, log, grammar_bytes)
     if context:
+        on_progress(0.0, "checking")
         _first_decode(engine, context, options, log)
-    on_progress(1.0)
+    on_progress(1.0, "checking")
     return engine
 
 

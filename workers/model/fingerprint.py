@@ -12,6 +12,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,15 +27,22 @@ _MAX_ITEMS = 1 << 24  # more keys, tensors or array items than any model has: th
 _MAX_DEPTH = 8  # of arrays within arrays
 
 
-def fingerprint_of(files: Sequence[Path], mode: str, supplied: bytes | None, state_dir: Path) -> bytes:
+def fingerprint_of(
+    files: Sequence[Path], mode: str, supplied: bytes | None, state_dir: Path,
+    on_progress: Callable[[float], None] = lambda _fraction: None,
+) -> bytes:  # fmt: skip
     """The model's 32 bytes.
+
+    Args:
+        on_progress: called with the fraction of the bytes that were read; of remembered files nothing is read.
 
     Raises:
         BadModel: a supplied fingerprint is not that of the files, or they cannot be read.
     """
     if mode == "fast_unsafe":
         return supplied or hashlib.sha256("\n".join(map(_identity, files)).encode()).digest()
-    read = _whole_digest if mode == "safe" else _chunk_digest
+    progress = _Progress(sum(file.stat().st_size for file in files), on_progress)
+    read = progress.whole_digest if mode == "safe" else _chunk_digest
     digests = [_remembered(file, mode, read, state_dir) for file in files]
     found = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
     if supplied is not None and supplied != found:
@@ -49,6 +57,26 @@ def file_digest(path: Path) -> bytes:
     """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Reads files whole, and tells how far it is."""
+
+    total_bytes: int
+    tell: Callable[[float], None]
+    done_bytes: int = 0
+
+    def whole_digest(self, path: Path) -> bytes:
+        """SHA-256 of a file's bytes."""
+        digest = hashlib.sha256()
+        buffer = bytearray(_CHUNK_BYTES)
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                self.done_bytes += count
+                self.tell(min(1.0, self.done_bytes / self.total_bytes))
+        return digest.digest()
 
 
 def _identity(path: Path) -> str:
@@ -90,10 +118,6 @@ def _remember(note: Path, digest: bytes) -> None:
         temporary.replace(note)
     except OSError:
         temporary.unlink(missing_ok=True)
-
-
-def _whole_digest(path: Path) -> bytes:
-    return file_digest(path)
 
 
 def _chunk_digest(path: Path) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 
 from barrel_inference.errors import InvalidArgument
 from barrel_inference.protocol import Tier
+from barrel_inference.tiers import policy as policies
 
 # llama.cpp has room for 256 sequence ids; two are helpers (exporting and importing cells).
 MAX_SEQUENCES = 254
@@ -246,13 +247,11 @@ def _tier_server(given: _Given, tiers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _policy(given: dict[str, Any], cache: Mapping[str, Any]) -> dict[str, Any]:
-    """The configured gates with the given ones laid over them; `tiers.policy` judges the values."""
-    known = {**cache["policy"], "session_resume_wait_ms": cache.get("session_resume_wait_ms")}
-    allowed = known.keys() | {"min_reuse_tokens", "prefill_chunk_size"}
-    for key, value in given.items():
-        if key not in allowed:
-            raise _wrong(f"policy.{key}", value, f"is no gate; there are {', '.join(sorted(allowed))}")
-    return {**known, **given}
+    """The configured gates with the given ones laid over them."""
+    gates = {**cache["policy"], "session_resume_wait_ms": cache.get("session_resume_wait_ms"), **given}
+    if problems := policies.validate(gates):
+        raise InvalidArgument("; ".join(problems), key="policy")
+    return gates
 
 
 def _adapters(given: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
