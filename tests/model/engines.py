@@ -40,7 +40,7 @@ class Maker:
         )
         if self.kind == "stub":
             return engine_stub.load(options, on_progress=lambda _fraction: None)
-        return engine_llama.load(options, state_dir=self.state_dir, on_progress=lambda _fraction, _stage: None)
+        return engine_llama.load(options, state_dir=self.state_dir, on_progress=lambda _fraction: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,14 +258,14 @@ def _vocab_only() -> NotSupported:
 
 
 def load(
-    options: LoadOptions, *, state_dir: Path, on_progress: Callable[[float, str], None],
+    options: LoadOptions, *, state_dir: Path, on_progress: Callable[[float], None],
     log_line: Callable[[str], None] | None = None, grammar_bytes: int = MAX_GRAMMAR_BYTES,
 ) -> LlamaEngine:  # fmt: skip
     """A llama.cpp engine that has decoded once.
 
     Args:
         state_dir: where fingerprints are remembered.
-        on_progress: called with a fraction from 0 to 1 and the stage's name: fingerprint, loading, checking.
+        on_progress: called with fractions from 0 to 1; reading the files for the fingerprint is the first half.
         log_line: takes llama.cpp's log lines, for the log at debug level.
 
     Raises:
@@ -277,9 +277,9 @@ def load(
     log = LogLines(log_line)
     files = files_of(resolve(options.model_path))
     digest = fingerprint.fingerprint_of(
-        files, options.fingerprint_mode, options.fingerprint, state_dir, lambda done: on_progress(done, "fingerprint")
+        files, options.fingerprint_mode, options.fingerprint, state_dir, lambda done: on_progress(done / 2)
     )
-    model = llama_load.load_model(files[0], options.llama, log, lambda done: on_progress(done, "loading"))
+    model = llama_load.load_model(files[0], options.llama, log, lambda done: on_progress(0.5 + done / 2))
     if not options.llama.prefetch:
         residency.advise_random(residency.weights_of(files))
     embeddings_only = llama_load.is_embedding_model(model)
@@ -290,9 +290,8 @@ def load(
     info = dataclasses.replace(info, embeddings_only=embeddings_only)
     engine = LlamaEngine(model, context, options, files, info, log, grammar_bytes)
     if context:
-        on_progress(0.0, "checking")
         _first_decode(engine, context, options, log)
-    on_progress(1.0, "checking")
+    on_progress(1.0)
     return engine
 
 
