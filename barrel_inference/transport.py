@@ -8,6 +8,7 @@ messages silently (18,000 of 20,000 to a slow reader).
 import asyncio
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -37,8 +38,11 @@ class Socket:
     `on_frames` is called with each multipart message; it must not raise. Not thread-safe: use it from the loop's thread.
     """
 
-    def __init__(self, zsocket: "zmq.Socket[bytes]", on_frames: Callable[[Frames], None]) -> None:
+    def __init__(
+        self, zsocket: "zmq.Socket[bytes]", on_frames: Callable[[Frames], None], monitor: "Socket | None" = None
+    ) -> None:
         self._zsocket = zsocket
+        self._monitor = monitor
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._fd = cast(int, zsocket.getsockopt(zmq.FD))
@@ -67,6 +71,9 @@ class Socket:
         if not self.closed:
             self.closed = True
             self._loop.remove_reader(self._fd)
+            if self._monitor:
+                self._zsocket.disable_monitor()
+                self._monitor.close()
             self._zsocket.close(linger_ms)
 
     def _is_readable(self) -> bool:
@@ -102,15 +109,35 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", path: Path, on_frames
 
 
 def connect_dealer(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_frames: Callable[[Frames], None]
-) -> Socket:
-    """A connection to a server process, under a random identity that ZeroMQ chooses."""
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_frames: Callable[[Frames], None],
+    on_link: Callable[[bool], None] | None = None,
+) -> Socket:  # fmt: skip
+    """A connection to a server process, under a random identity that ZeroMQ chooses.
+
+    `on_link` is called with True once it stands, and with False whenever it could not be made or broke. Children need it not:
+    the supervisor tells them.
+    """
     zsocket = context.socket(zmq.DEALER)
     _configure(zsocket)
     zsocket.setsockopt(zmq.RECONNECT_IVL, 20)
     zsocket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    monitor = _watch(zsocket, on_link) if on_link else None
     zsocket.connect(endpoint)
-    return Socket(zsocket, on_frames)
+    return Socket(zsocket, on_frames, monitor)
+
+
+def _watch(zsocket: "zmq.Socket[bytes]", on_link: Callable[[bool], None]) -> Socket:
+    stands, broken = (
+        zmq.EVENT_HANDSHAKE_SUCCEEDED,
+        zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED,
+    )
+
+    def on_event(frames: Frames) -> None:
+        event = int.from_bytes(frames[0][:2], sys.byteorder)  # zmq_socket_monitor(3): u16 event, u32 value
+        if event & (stands | broken):
+            on_link(bool(event & stands))
+
+    return Socket(zsocket.get_monitor_socket(stands | broken), on_event)
 
 
 def _configure(zsocket: "zmq.Socket[bytes]") -> None:

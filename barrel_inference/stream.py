@@ -1,0 +1,191 @@
+"""One request's stream on the client's side: sends it, survives deaths, hands events to its reader."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Any
+
+from barrel_inference import codec, protocol, resubmission
+from barrel_inference.credit import Credit
+from barrel_inference.errors import BarrelError, DeadlineExceeded, InternalError, ModelDown
+from barrel_inference.link import Deadline, Link, new_id, within
+from barrel_inference.protocol import Cancel, Complete, Completed, Progress, TokenEvent
+from barrel_inference.resubmission import ConnectionLost, Delivered, Tally
+from barrel_inference.results import Completion, StreamEvent, completion_of, event_of
+
+# The model answers when a deadline passes; the client gives up on its own only when that answer does not come.
+DEADLINE_GRACE_S = 2.0
+
+
+class AsyncStream(AsyncIterator[StreamEvent]):
+    """The events of one request, the last of them `done`. Leaving its `async with` block early cancels the request.
+
+    It is under way from the moment it is made, whether it is read or not; a reader that pauses holds up this stream only.
+    """
+
+    def __init__(self, link: Link, model_id: str, request: Complete, deadline_s: float | None) -> None:
+        self.request_id = new_id()
+        self.on_progress: Callable[[Progress], None] | None = None
+        self._link = link
+        self._target = f"model:{model_id}"
+        self._request = request
+        self._deadline = Deadline(deadline_s)
+        self._credit = Credit()
+        self._tally = Tally()
+        self._token_ids: list[int] = []
+        self._text_bytes = 0
+        self._seed: int | None = None
+        self._unread: deque[StreamEvent] = deque()
+        self._progress: Progress | None = None
+        self._error: BaseException | None = None
+        self._arrived = asyncio.Event()
+        self._is_cancelled = False
+        self._is_over = False  # nothing more will arrive
+        self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    # --- reading
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    def __await__(self) -> Generator[Any, None, "AsyncStream"]:
+        """`await client.stream(...)` is the stream too."""
+        yield from asyncio.sleep(0).__await__()
+        return self
+
+    def __aiter__(self) -> "AsyncStream":
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        while not self._unread:
+            if self._progress is not None and self.on_progress is not None:
+                progress, self._progress = self._progress, None
+                self.on_progress(progress)
+            if self._is_over:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._took(1)
+        return self._unread.popleft()
+
+    async def batch(self) -> tuple[list[StreamEvent], Progress | None]:
+        """Wait, then take everything that has arrived; nothing at all at the end. For readers on another thread."""
+        while not self._unread and not self._is_over and not (self._progress and self.on_progress):
+            self._arrived.clear()
+            await self._arrived.wait()
+        events = list(self._unread)
+        self._unread.clear()
+        progress, self._progress = self._progress, None
+        if not events and progress is None and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        self._took(len(events))
+        return events, progress
+
+    async def result(self) -> Completion:
+        """Read on to the end."""
+        async for event in self:
+            if event.result is not None:
+                return event.result
+        raise InternalError(f"request {self.request_id} ended without a result")
+
+    async def cancel(self) -> None:
+        """Ask for the end: the stream goes on to `done`, with finish_reason `cancelled`."""
+        self._is_cancelled = True
+        if not self._is_over:
+            await self._link.cast("router", Cancel(request_id=self.request_id))
+
+    async def close(self) -> None:
+        """End it without waiting for `done`; a request that still runs is cancelled in the runtime."""
+        self.abandon()
+        await asyncio.wait([self._driver])
+
+    def abandon(self) -> None:
+        """`close` for those who cannot wait."""
+        self._is_over = True
+        self._driver.cancel()
+
+    def _took(self, events: int) -> None:
+        if (granted := self._credit.took(events)) and not self._is_over:
+            self._link.cast_now(self._target, protocol.Credit(request_id=self.request_id, events=granted))
+
+    # --- driving
+
+    async def _drive(self) -> None:
+        try:
+            completed = await self._until_completed()
+            result = completion_of(completed, request_id=self.request_id, resubmitted=self._tally.survived)
+            self._unread.append(StreamEvent("done", result=result))
+        except asyncio.CancelledError:
+            self._link.cast_now("router", Cancel(request_id=self.request_id))
+            self._error = None
+        except Exception as error:  # whatever it is belongs to the reader
+            self._error = error
+        finally:
+            self._is_over = True
+            self._arrived.set()
+
+    async def _until_completed(self) -> Completed:
+        request = self._request
+        while True:
+            try:
+                return await self._attempt(request)
+            except (BarrelError, ConnectionLost) as failure:
+                if self._is_cancelled and isinstance(failure, BarrelError):
+                    raise
+                seen = self._tally
+                self._tally = resubmission.after(failure, self._tally, retry=self._link.retry)
+                if isinstance(failure, ModelDown):
+                    await self._link.wait_until_back(self._target, self._deadline)
+                if self._tally != seen:
+                    request = await self._resumed()
+
+    async def _attempt(self, request: Complete) -> Completed:
+        connection = await within(self._link.connection(), self._deadline, f"connecting to {self._link.endpoint}")
+        deadline_ms = self._deadline.left_ms
+        grace = Deadline(None if not deadline_ms else deadline_ms / 1000 + DEADLINE_GRACE_S)
+        call = connection.start(
+            self._target, request, request_id=self.request_id, deadline_ms=deadline_ms,
+            credit=self._credit.first_grant(len(self._unread)), on_event=self._on_event,
+        )  # fmt: skip
+        try:
+            body = await within(call.future, grace, f"request {self.request_id}")
+        except DeadlineExceeded:
+            connection.cast("router", Cancel(request_id=self.request_id))
+            raise
+        finally:
+            connection.forget(call)
+        return codec.decode(body, Completed)
+
+    async def _resumed(self) -> Complete:
+        """The request with what was delivered; a continuation's suffix is tokenised first, as its session would have."""
+        delivered = Delivered(tuple(self._token_ids), self._text_bytes, self._seed)
+        suffix_ids: list[int] | None = None
+        original = self._request
+        if original.mode == "continue" and resubmission.is_restartable(original):
+            if isinstance(original.prompt, list):
+                suffix_ids = original.prompt
+            else:
+                question = protocol.Tokenize(
+                    text=original.prompt, add_special=False, parse_special=original.parse_special
+                )
+                left_s = self._deadline.left_s
+                suffix_ids = (await self._link.call(self._target, question, protocol.TokenIds, deadline_s=left_s)).ids
+        return resubmission.resumed(original, delivered, self._tally, suffix_ids=suffix_ids)
+
+    def _on_event(self, kind: str, body: bytes) -> None:
+        if kind == "progress":
+            self._progress = codec.decode(body, Progress)
+        else:
+            event = codec.decode(body, TokenEvent)
+            self._token_ids += event.token_ids
+            self._text_bytes += len(event.data)
+            self._seed = event.seed if event.seed is not None else self._seed
+            self._unread.append(event_of(kind, event))
+        self._arrived.set()
