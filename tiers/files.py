@@ -93,7 +93,7 @@ def read_row(directory: int, base: str, key: bytes, location: Location) -> Store
         need_bytes = kvc.prefix_bytes(prefix)
         if need_bytes > len(prefix):
             prefix = os.pread(descriptor, need_bytes, 0)
-        trailer = os.pread(descriptor, kvc.TRAILER_BYTES, kvc.trailer_offset(prefix))
+        trailer = os.pread(descriptor, kvc.TRAILER_BYTES, max(0, file_bytes - kvc.TRAILER_BYTES))
     meta, layout, state = kvc.read_meta(prefix, file_bytes, trailer)
     if meta.key != key:
         raise CorruptImage("another key")

@@ -1,0 +1,87 @@
+"""Free memory is what the tightest control group leaves."""
+
+from pathlib import Path
+
+import pytest
+
+from barrel_inference.tiers.headroom import free_memory_bytes
+from barrel_inference.tiers.leases import Owner
+from barrel_inference.tiers.store import Want
+from barrel_inference.tiers.store_memory import MemoryStore, lowered_to_memory
+
+MIB = 1024 * 1024
+
+
+def machine(tmp_path: Path, groups: str) -> tuple[Path, Path]:
+    """A /proc with 1,000 MiB available, and an empty place for control groups."""
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {1000 * 1024} kB\n")
+    (proc / "self/cgroup").write_text(groups)
+    cgroups = tmp_path / "cgroup"
+    cgroups.mkdir()
+    return proc, cgroups
+
+
+def group(at: Path, names: tuple[str, str], limit: str, used_bytes: int, cached: str) -> None:
+    """One control group's files."""
+    at.mkdir(parents=True, exist_ok=True)
+    (at / names[0]).write_text(f"{limit}\n")
+    (at / names[1]).write_text(f"{used_bytes}\n")
+    (at / "memory.stat").write_text(f"anon 5\n{cached}\n")
+
+
+V2 = ("memory.max", "memory.current")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def test_machine_without_limits(tmp_path: Path) -> None:
+    """Without control groups it is what the machine has available."""
+    assert free_memory_bytes(*machine(tmp_path, "0::/\n")) == 1000 * MIB
+
+
+def test_tightest_group_counts(tmp_path: Path) -> None:
+    """A limit of a group above ours counts; cache that would be dropped is free."""
+    proc, cgroups = machine(tmp_path, "0::/system.slice/barrel.service\n")
+    group(cgroups / "system.slice", V2, str(500 * MIB), 400 * MIB, f"inactive_file {50 * MIB}")
+    group(cgroups / "system.slice/barrel.service", V2, "max", 100 * MIB, "inactive_file 0")
+    assert free_memory_bytes(proc, cgroups) == 150 * MIB
+
+
+def test_path_of_the_host_inside_a_container(tmp_path: Path) -> None:
+    """When our path does not exist here, the mount's root is our group."""
+    proc, cgroups = machine(tmp_path, "0::/docker/abc\n")
+    group(cgroups, V2, str(300 * MIB), 100 * MIB, "inactive_file 0")
+    assert free_memory_bytes(proc, cgroups) == 200 * MIB
+
+
+def test_first_version_of_control_groups(tmp_path: Path) -> None:
+    """The older layout is read too."""
+    proc, cgroups = machine(tmp_path, "4:memory:/box\n3:cpuset:/\n")
+    group(cgroups / "memory/box", V1, str(200 * MIB), 250 * MIB, "total_inactive_file 0")
+    assert free_memory_bytes(proc, cgroups) == 0
+
+
+@pytest.mark.parametrize(
+    ("quota_bytes", "free_bytes", "usable_bytes"),
+    [(100, 200, 100), (101, 200, 100), (4096, 0, 0)],
+)
+def test_quota_is_lowered_with_a_note(quota_bytes: int, free_bytes: int, usable_bytes: int) -> None:
+    """A quota takes at most half of the free memory, and says so when it is less than what was asked for."""
+    usable, note = lowered_to_memory(quota_bytes, free_bytes)
+    assert usable == usable_bytes
+    assert (f"lowered from {quota_bytes} to {usable_bytes} bytes" in note) == (usable != quota_bytes)
+
+
+def test_no_place_when_memory_got_short() -> None:
+    """A quota that was fine at the start is not used when the memory is gone since: no place, instead of a kill."""
+    free = [1024 * MIB]
+    store = MemoryStore("tier:ram", 1, 64 * MIB, lambda: free[0])
+    try:
+        assert store.note == ""
+        free[0] = 40 * MIB
+        wants = [Want(bytes(32), 4 * MIB), Want(bytes(32), 8 * MIB)]
+        places = store.room(Owner("model:tiny", 1), [], wants, give_back=False).locations
+        assert [place is not None for place in places] == [True, False]
+    finally:
+        store.close()
