@@ -1,5 +1,8 @@
 """The child specifications of a configuration."""
 
+import subprocess
+import sys
+
 import pytest
 
 from barrel_inference import config
@@ -59,3 +62,13 @@ def test_every_child_of_ours_is_valid() -> None:
 def test_bad_specifications(child: ChildSpec) -> None:
     """A specification from outside cannot name a file elsewhere, or ask for what does not exist."""
     assert spec.problems(child)
+
+
+def test_the_supervisor_is_light() -> None:
+    """The supervisor's process imports no model library, no numpy, and none of the modules that it starts."""
+    code = "import sys, barrel_inference.supervisor.root; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"llama_cpp", "numpy"}.isdisjoint(found)
+    assert {child.module for child in tree()}.isdisjoint(found)
