@@ -145,6 +145,7 @@ class TierProcess:
             await asyncio.sleep(REPLAY_PAUSE_S)
 
     async def _replay_once(self, index: Peer) -> bool:
+        await self.in_thread(lambda: self.store.flush())  # rows are read with their trailers
         places = await self.in_thread(lambda: self.store.places())
         leases = [(one.owner.id, one.owner.incarnation, one.location) for one in self.store.leases]
         try:
