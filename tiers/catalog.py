@@ -36,6 +36,15 @@ class Found:
     divergence_byte: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One node of a save that need not be written again."""
+
+    key: bytes
+    end_tokens: int
+    servers: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Claim:
     """Nodes that must not be evicted while someone restores them."""
@@ -220,6 +229,12 @@ class Catalog:
             node.last_used_unix_s = now_s
             self.touched.add(key)
 
+    def refresh(self, key: bytes, now_s: float) -> None:
+        """A save went on from a node."""
+        if (node := self.nodes.get(key)) is not None:
+            node.last_used_unix_s = now_s
+            self.touched.add(key)
+
     def wire_nodes(self, found: Found) -> list[MatchedNode]:
         """A path as it travels; copies fastest first."""
         out = []
@@ -238,6 +253,25 @@ class Catalog:
         return _FASTEST_FIRST[self.accounts[location.server].kind]
 
     # --- saves
+
+    def plan(self, namespace: Namespace, token_ids: bytes, text: bytes) -> tuple[list[Planned], Node | None]:
+        """The chain of whole nodes along these tokens, those on their way included, and a stored child that goes on past
+        the last token."""
+        nodes, beyond = self.tree(namespace).stored(token_ids, text)
+        chain = [Planned(node.key, node.end_tokens, tuple(sorted(node.copies))) for node in nodes]
+        while beyond is None and (coming := self._coming(namespace, chain, token_ids)) is not None:
+            chain.append(Planned(coming.node.key, _end(coming.node), (coming.server,)))
+        return chain, beyond
+
+    def _coming(self, namespace: Namespace, chain: list[Planned], token_ids: bytes) -> Reservation | None:
+        """A reserved node that goes on from the end of a chain with these tokens."""
+        parent_key, start = (chain[-1].key, chain[-1].end_tokens) if chain else (None, 0)
+        for reservation in self.reservations.by_token.values():
+            node = reservation.node
+            follows = node.parent_key == parent_key and node.start_tokens == start
+            if follows and reservation.namespace == namespace and token_ids.startswith(node.token_ids, start * 4):
+                return reservation
+        return None
 
     def judge(self, namespace: Namespace, node: NewNode) -> str:
         """May this node be reserved? `granted`, or the reason why not."""
@@ -261,7 +295,7 @@ class Catalog:
         above = self.reservations.by_key.get(parent_key)
         if above is None or above.namespace != namespace:
             return None
-        if above.node.start_tokens + len(above.node.token_ids) // 4 != at_tokens:
+        if _end(above.node) != at_tokens:
             return None
         digest = self._digest_above(namespace, above.node.parent_key, above.node.start_tokens)
         if digest is None:
@@ -455,11 +489,18 @@ class Catalog:
             account.check()
             stored = sum(n.copies[server].size_bytes for n in self.nodes.values() if server in n.copies)
             orphaned = sum(
-                row.location.size_bytes for rows in self.orphans.values() for row in rows if row.location.server == server
+                row.location.size_bytes
+                for rows in self.orphans.values()
+                for row in rows
+                if row.location.server == server
             )
             reserved = sum(r.node.size_bytes for r in self.reservations.by_token.values() if r.server == server)
             assert (account.stored_bytes, account.reserved_bytes) == (stored + orphaned, reserved), server
             assert stored + reserved <= account.quota_bytes or account.rows == 0, server
+
+
+def _end(node: NewNode) -> int:
+    return node.start_tokens + len(node.token_ids) // 4
 
 
 def _bytes_inside(node: Node, tokens: int) -> int:
@@ -472,5 +513,3 @@ def _node_of(row: StoredRow) -> Node:
         row.key, row.parent_key, row.start_tokens, row.token_ids, row.token_bytes, row.text, row.reason, row.snapshot,
         row.model_id, row.created_unix_s, row.last_used_unix_s,
     )  # fmt: skip
-
-

@@ -17,7 +17,7 @@ HITS_HALVE_S = 6 * 3600.0
 
 def hits_now(node: Node, now_s: float) -> float:
     """Its hits, faded since the last use."""
-    return node.hits * 0.5 ** (max(0.0, now_s - node.last_used_unix_s) / HITS_HALVE_S)
+    return node.hits * math.exp2(-max(0.0, now_s - node.last_used_unix_s) / HITS_HALVE_S)
 
 
 def score(node: Node, now_s: float) -> float:

@@ -78,22 +78,25 @@ def make(mapping: Mapping[str, Any], *, n_batch: int) -> Policy:
     """
     if problems := validate(mapping):
         raise InvalidArgument("; ".join(problems))
-    values = {name: _number(mapping[name]) for name in _COUNTS}
-    whole = {name: int(mapping[name]) for name in _AT_LEAST if mapping.get(name) is not None}
-    reuse = whole.pop("min_reuse_tokens", None)
-    if reuse is None:
-        reuse = int(min(_DEFAULT_REUSE_TOKENS, values["min_tokens"]))
+    min_tokens = _number(mapping["min_tokens"])
+    reuse = mapping.get("min_reuse_tokens")
+    wait_ms = mapping.get("session_resume_wait_ms")
     chunk = mapping.get("prefill_chunk_size", max(64, n_batch // 4))
     return Policy(
-        **values,
-        **whole,  # type: ignore[arg-type]  # every value of it is an int
-        min_reuse_tokens=max(1, reuse),
+        min_tokens=min_tokens,
+        cold_min_tokens=_number(mapping["cold_min_tokens"]),
+        cold_max_tokens=_number(mapping["cold_max_tokens"]),
+        continued_interval=mapping["continued_interval"],
+        boundary_trim_tokens=mapping["boundary_trim_tokens"],
+        boundary_align_tokens=mapping["boundary_align_tokens"],
+        session_resume_wait_ms=500 if wait_ms is None else wait_ms,
+        min_reuse_tokens=max(1, int(min(_DEFAULT_REUSE_TOKENS, min_tokens)) if reuse is None else reuse),
         prefill_chunk_size=n_batch if chunk is None or chunk == math.inf else int(chunk),
         store_logits=bool(mapping.get("store_logits", False)),
     )
 
 
-def _number(value: Any) -> float:
+def _number(value: int | float | None) -> float:
     return math.inf if value is None else value
 
 

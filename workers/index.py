@@ -43,7 +43,7 @@ class IndexProcess:
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
         # Tokens of an earlier incarnation must never be taken for new ones.
-        self.catalog = Catalog(first_token=actor.incarnation << 32)
+        self.catalog = Catalog(first_token=actor.incarnation % 2**31 << 32)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._expected = {
             f"tier:{name}" for name, tier in actor.boot.settings.get("tiers", {}).items() if tier.get("enabled", True)
@@ -85,7 +85,11 @@ class IndexProcess:
         if rebuilding:
             await _within(self._replayed.wait(), REBUILD_WAIT_S)
             rebuilding = not self._replayed.is_set()
-        if message.parent_key is not None and message.wait_ms and message.parent_key in self.catalog.reservations.by_key:
+        if (
+            message.parent_key is not None
+            and message.wait_ms
+            and message.parent_key in self.catalog.reservations.by_key
+        ):
             event = self._published.setdefault(message.parent_key, asyncio.Event())
             await _within(event.wait(), message.wait_ms / 1000)
         began_ns = time.perf_counter_ns()
@@ -123,13 +127,12 @@ class IndexProcess:
 
     def save_plan(self, message: protocol.SavePlan, _request: Request) -> protocol.Planned:
         """What of a sequence is stored already."""
-        chain, beyond = self.catalog.tree(message.namespace).stored(message.token_ids, message.text)
+        chain, beyond = self.catalog.plan(message.namespace, message.token_ids, message.text)
         now_s = time.time()
-        for node in chain:  # a save that finds them is a use: the conversation goes on
-            node.last_used_unix_s = now_s
-            self.catalog.touched.add(node.key)
+        for planned in chain:  # a save that finds them is a use: the conversation goes on
+            self.catalog.refresh(planned.key, now_s)
         return protocol.Planned(
-            nodes=[(node.key, node.end_tokens, sorted(node.copies)) for node in chain],
+            nodes=[(planned.key, planned.end_tokens, list(planned.servers)) for planned in chain],
             inside_key=beyond.key if beyond is not None else None,
         )
 
@@ -206,7 +209,9 @@ class IndexProcess:
             elif reservation is not None:
                 reservation.location = location
             grants.append(
-                protocol.Grant(status=status, token=reservation.token if location and reservation else 0, location=location)
+                protocol.Grant(
+                    status=status, token=reservation.token if location and reservation else 0, location=location
+                )
             )
         return grants
 
@@ -228,8 +233,6 @@ class IndexProcess:
             self.counters[f"saves_{reason.value}"] += 1
         for location in changes.committed:
             self.actor.cast(location.server, protocol.Committed(location=location))
-            if self.catalog.accounts[location.server].kind is Tier.DISK and not message.adopted:
-                self.counters["bytes_written_disk"] += location.size_bytes
         self._wake(reservation.node.key)
         await self._carry_out(changes)
         return protocol.Ok()
@@ -297,9 +300,7 @@ class IndexProcess:
         if account is None or account.incarnation != message.incarnation:
             if account is not None:
                 await self._carry_out(self.catalog.close_tier(message.server))
-            self.catalog.open_tier(
-                message.server, message.kind, message.quota_bytes, message.incarnation, message.note
-            )
+            self.catalog.open_tier(message.server, message.kind, message.quota_bytes, message.incarnation, message.note)
         changes, now_s = Changes(), time.time()
         for row in message.rows:
             _add(changes, self.catalog.restore_row(row, now_s))
@@ -424,7 +425,10 @@ class IndexProcess:
             for a in self.catalog.accounts.values()
         ]  # fmt: skip
         return protocol.CacheStatsReply(
-            tiers=tiers, namespaces=len(self.catalog.trees), nodes=len(self.catalog.nodes), marks=len(self.catalog.marks)
+            tiers=tiers,
+            namespaces=len(self.catalog.trees),
+            nodes=len(self.catalog.nodes),
+            marks=len(self.catalog.marks),
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from barrel_inference import config
 from barrel_inference.errors import ContextOverflow, NoSession, SeqCapacity, StickyBusy, TranscriptMismatch
 from barrel_inference.protocol import Complete, HitKind, SaveReason
 from barrel_inference.tiers.policy import Policy
@@ -15,7 +16,7 @@ from barrel_inference.workers.model.job import Job, Times
 from barrel_inference.workers.model.scheduler import Limits, Scheduler
 from barrel_inference.workers.model.text import Piece, Scanner
 
-SETTINGS = {"cache": {"fingerprint_mode": "safe", "policy": {}, "session_resume_wait_ms": 0}, "tiers": {"ram": {}}}
+SETTINGS = config.dump(config.resolve(config.settings_from(config.lay_over({}))))
 DEADLINE_S = 10.0
 
 

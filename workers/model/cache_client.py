@@ -74,6 +74,7 @@ class CacheClient:
         self.reader = ImageReader(actor.runtime_dir)
         self.fingerprint = engine.info.fingerprint  # the effective one: adapters included
         self._next_writer = 0
+        self._planning = asyncio.Lock()
         self._staged: dict[int, int] = {}  # offset in the staging arena by reservation token
 
     def namespace(self, salt: bytes) -> Namespace:
@@ -187,9 +188,10 @@ class CacheClient:
         packed = False
         try:
             namespace = self.namespace(order.salt)
-            plan, parts = await self._plan(order, namespace)
-            await self._size(order, parts)
-            complete = await self._reserve(order, namespace, parts)
+            async with self._planning:  # the next save goes on from what this one has reserved
+                plan, parts = await self._plan(order, namespace)
+                await self._size(order, parts)
+                complete = await self._reserve(order, namespace, parts)
             result = SaveResult(order.reason, self._key_at(order, namespace, len(order.tokens)) if complete else None,
                                 sum(part.end - part.start for part in parts if part.token))  # fmt: skip
             if not accepted.done():

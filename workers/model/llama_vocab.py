@@ -19,12 +19,19 @@ class LlamaVocab:
         self._vocab = L.llama_model_get_vocab(model)
         self.n_vocab = int(L.llama_vocab_n_tokens(self._vocab))
         self.handle = self._vocab
+        self._takes_any_bytes = L.llama_vocab_type(self._vocab) == L.LLAMA_VOCAB_TYPE_SPM
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._special: list[bytes | None] = [None] * self.n_vocab
         self._rendered: list[bytes | None] = [None] * self.n_vocab
 
     def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text; invalid UTF-8 becomes byte tokens, or is refused by vocabularies without them."""
+        """Token ids of a text.
+
+        Bytes that are no UTF-8 become byte tokens where the vocabulary has them for all bytes (SentencePiece), else U+FFFD, as
+        llama.cpp does with most of them; with the others its splitter throws, which ends the process.
+        """
+        if not self._takes_any_bytes:
+            text = text.decode("utf-8", "replace").encode()
         room = len(text) // 2 + 16
         for _ in range(2):
             tokens = (L.llama_token * room)()

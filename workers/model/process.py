@@ -92,10 +92,10 @@ class ModelProcess:
         actor.every(WATCH_S, self._watch)
         return {"kind": "model", "model_id": self.model_id}
 
-    def _load_progress(self, fraction: float, stage: str) -> None:
+    def _load_progress(self, fraction: float) -> None:
         """Called on the loading thread."""
         self.actor.loop.call_soon_threadsafe(
-            self.actor.cast, "router", protocol.LoadProgress(fraction=fraction, stage=stage, model_id=self.model_id)
+            self.actor.cast, "router", protocol.LoadProgress(fraction=fraction, model_id=self.model_id)
         )
 
     def _compile(self, source: str) -> ChatTemplate | None:
