@@ -25,11 +25,16 @@ out = Console(highlight=False)
 failures: list[str] = []
 
 
+def say(text: str) -> None:
+    """One line; a terminal that is narrower wraps it."""
+    out.print(text, soft_wrap=True)
+
+
 def check(happened: bool, what: str) -> None:
     """Remember what did not happen; the demo goes on, so that the rest is seen too."""
     if not happened:
         failures.append(what)
-        out.print(f"  [red]did not happen:[/red] {what}")
+        say(f"  [red]did not happen:[/red] {what}")
 
 
 def answer(client: Client, prompt: str, label: str) -> Completion:
@@ -47,7 +52,7 @@ def answer(client: Client, prompt: str, label: str) -> Completion:
 
 def line(label: str, result: Completion) -> None:
     """One result, in a line."""
-    out.print(
+    say(
         f"  {label:<22} {result.cache_hit_kind:<8} {result.cache_delta.read:>5} of {result.prompt_tokens} tokens reused, "
         f"first token after {result.ttft_ms:>8.1f} ms"
     )
@@ -67,7 +72,7 @@ def crash_and_go_on(runtime: Runtime, client: Client) -> None:
                 result = event.result
     check(result.resubmitted >= 1, "the killed reply went on after a restart")
     check(text == result.reply, "the resumed reply has no gap and no repeat")
-    out.print(
+    say(
         f"  SIGKILL of model:demo  the reply went on after {time.monotonic() - killed_s:.1f} s, resubmitted {result.resubmitted}×"
     )
     again = answer(client, PROMPT, "after the crash")
@@ -82,19 +87,19 @@ def main() -> int:
     with Runtime() as runtime:
         runtime_dir = Path(runtime.endpoint.removeprefix("ipc://")).parent
         client = runtime.client()
-        out.print("[bold]1. A supervised tree of processes[/bold]")
+        say("[bold]1. A supervised tree of processes[/bold]")
         client.load_model(MODEL, "demo", context_opts={"n_ctx": 4096}, policy={"boundary_align_tokens": 256})
         processes = runtime.processes()
-        out.print("  " + ", ".join(f"{name} {pid}" for name, pid in processes.items()))
+        say("  " + ", ".join(f"{name} {pid}" for name, pid in processes.items()))
 
-        out.print("[bold]2. A long prompt, cold and from the cache[/bold]")
+        say("[bold]2. A long prompt, cold and from the cache[/bold]")
         cold = answer(client, PROMPT, "reading the prompt")
         line("cold", cold)
         other = client.complete("demo", "Something else entirely, to use the sequence for.", response_tokens=4)
         check(other.cache_hit_kind == "cold", "another prompt in between")
         warm = answer(client, PROMPT, "again")
         line("again, exact hit", warm)
-        out.print(
+        say(
             f"  [green]{cold.ttft_ms / warm.ttft_ms:.0f} times faster to the first token, same text: {warm.reply == cold.reply}[/green]"
         )
         check(warm.cache_hit_kind == "exact" and warm.cache_delta.read == warm.prompt_tokens, "an exact hit")
@@ -107,15 +112,15 @@ def main() -> int:
             "the shared head was reused",
         )
 
-        out.print("[bold]3. A crash in the middle of a reply[/bold]")
+        say("[bold]3. A crash in the middle of a reply[/bold]")
         crash_and_go_on(runtime, client)
         pids = list(runtime.processes().values())
         client.close()
-    out.print("[bold]4. A clean stop[/bold]")
+    say("[bold]4. A clean stop[/bold]")
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     check(not left, f"no process is left ({left})")
     check(not runtime_dir.exists(), "no socket is left")
-    out.print(f"  {len(pids)} processes gone, nothing left in {runtime_dir}; {time.monotonic() - began_s:.0f} s in all")
+    say(f"  {len(pids)} processes gone, nothing left in {runtime_dir}; {time.monotonic() - began_s:.0f} s in all")
     return 1 if failures else 0
 
 

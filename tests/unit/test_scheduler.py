@@ -105,14 +105,14 @@ class Model:
         self.scheduler.table.check()
 
 
-@pytest.fixture()
+@pytest.fixture
 def model() -> Iterator[Model]:
     made = Model()
     yield made
     made.stop()
 
 
-@pytest.fixture()
+@pytest.fixture
 def shared() -> Iterator[Model]:
     made = Model(n_seq_max=3)
     yield made
