@@ -1,7 +1,9 @@
 """A real tier process: it answers the index, tells a new one everything, and survives what happens to its bytes."""
 
+import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +17,7 @@ from barrel_inference.errors import InvalidArgument, NotFound
 from barrel_inference.protocol import Location, Room, Roomed
 from barrel_inference.tiers import names
 from barrel_inference.tiers.arena import Mapping
-from tests.process.tier_harness import Child, World
+from tests.process.tier_harness import Child, World, small_file_system
 from tests.unit.test_kvc import META, sealed
 
 MODULE = "barrel_inference.tiers.tier"
@@ -257,3 +259,56 @@ def test_rows_of_a_large_tier_come_in_batches(world: World, root: str) -> None:
     world.index_up(child, 1)
     assert len(replayed(world)) == 1200
     assert [len(replay.rows) for replay in world.heard_of(protocol.Replay)] == [500, 500, 200, 0]
+
+
+def test_leftovers_of_a_writer_go_when_it_dies(world: World, root: str) -> None:
+    """A temporary file is removed as soon as its writer is known to be dead, even if its process id is in use again."""
+    child = tier(world, "disk", root)
+    lease(child, KEYS[1])
+    leftover = Path(root, names.shard_of(KEYS[1]), names.temp_name(KEYS[1], os.getpid(), 5))
+    leftover.write_bytes(b"half an image")
+    (world.runtime_dir / "writer:0").touch()
+    world.tell(child, protocol.Up(id="writer:0", incarnation=3, pid=os.getpid(), group="helper", about={}))
+    world.tell(child, protocol.Down(id="writer:0", incarnation=3, reason="killed", restarting=True))
+    world.until(lambda: not leftover.exists())
+
+
+@pytest.fixture
+def small_root(tmp_path: Path) -> Iterator[Path]:
+    """A root on a file system of 1 MiB."""
+    with small_file_system(tmp_path) as path:
+        yield path
+
+
+def test_full_file_system_gives_no_place(world: World, small_root: Path) -> None:
+    """The quota is lowered to what is there, with a note, and what would not fit gets no place."""
+    child = world.child(MODULE, "tier:disk", boot("disk", str(small_root)) | {"quota_bytes": 1 << 30})
+    world.index_up(child, 1)
+    replayed(world)
+    replay = world.heard_of(protocol.Replay)[0]
+    assert replay.quota_bytes <= 1 << 20
+    assert replay.note.startswith(f"quota lowered from {1 << 30} to {replay.quota_bytes}")
+    (small_root / "of_another").write_bytes(bytes(1 << 19))
+    assert lease(child, KEYS[0], 800_000) is None
+    assert lease(child, KEYS[0], 300_000) is not None
+
+
+def test_read_only_file_system_is_read(world: World, small_root: Path) -> None:
+    """Rows of a file system that takes nothing are told and stay; places are not given, and the note says why."""
+    child = tier(world, "disk", str(small_root))
+    location = save(world, child, KEYS[0])
+    lease(child, KEYS[1])
+    child.terminate()
+    world.heard.clear()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_root)], check=True)
+    child = tier(world, "disk", str(small_root))
+    assert [row.location for row in replayed(world)] == [with_incarnation(location, child)]
+    assert "read-only" in world.heard_of(protocol.Replay)[0].note
+    assert lease(child, KEYS[2]) is None
+    child.cast(protocol.Touch(location=location, last_used_unix_s=2e9, hits=7, marks=[], pinned=True))
+    assert child.terminate() == 0
+
+
+def with_incarnation(location: Location, child: Child) -> Location:
+    """The same place, as a later life of the tier names it."""
+    return Location(location.server, child.incarnation, location.size_bytes, location.offset, location.name)

@@ -1,5 +1,6 @@
 """The world around one real tier or writer process: a supervisor and an index that say what the test wants them to say."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import zmq
 
 from barrel_inference import codec, protocol
@@ -21,6 +23,19 @@ from barrel_inference.transport import ipc_endpoint
 
 M = TypeVar("M", bound=Message)
 DEADLINE_S = 20.0
+
+
+@contextlib.contextmanager
+def small_file_system(above: Path) -> Iterator[Path]:
+    """A directory on a file system of 1 MiB; the test is skipped where it cannot be made."""
+    path = Path(tempfile.mkdtemp(dir=above))
+    may_mount = shutil.which("mount") is not None and os.getuid() == 0
+    if not may_mount or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(path)]).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 class World:
@@ -38,7 +53,9 @@ class World:
         self.children: list[Child] = []
         self.refuse: dict[type[Message], BarrelError] = {}  # what the index answers with an error
 
-    def child(self, module: str, child_id: str, boot: dict[str, Any], environment: dict[str, str] | None = None) -> "Child":
+    def child(
+        self, module: str, child_id: str, boot: dict[str, Any], environment: dict[str, str] | None = None
+    ) -> "Child":
         """A running child that said it is ready."""
         child = Child(self, module, child_id, boot, environment or {})
         self.children.append(child)
