@@ -160,8 +160,8 @@ class Link:
             NotFound: its model was unloaded.
         """
         if not target.startswith("model:"):
-            deadline.check(target)
             await asyncio.sleep(_POLL_S[-1])
+            deadline.check(f"waiting for {target}, which is being restarted,")
             return
         patience = Deadline(MODEL_PATIENCE_S) if deadline.given_s is None else deadline
         for pause_s in _pauses():

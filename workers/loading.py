@@ -91,8 +91,19 @@ class Loader:
         }
         parsed = options.parse(plain, self.settings)
         if parsed.backend != "stub":
+            self._check_name(parsed.model_path)
             plain["model_path"] = os.path.abspath(model_path.resolve(parsed.model_path))
         return plain, parsed
+
+    def _check_name(self, path: str) -> None:
+        """A path from another working directory is of no use here: what is not absolute has to be a name we know."""
+        if not os.path.isabs(path) and not path.startswith("pkg:"):
+            names = sorted(self.settings.get("models", {}))
+            raise NotFound(
+                f"no model {path!r}: it is neither a file nor a name from [models]",
+                hint=f"[models] has {', '.join(names)}" if names else "give the path of a GGUF file",
+                known=names,
+            )
 
     def _check_id(self, model_id: str) -> None:
         if not _ID.fullmatch(model_id):

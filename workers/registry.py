@@ -108,7 +108,7 @@ class Registry:
         return NotFound(
             f"no model {model_id!r} is loaded",
             hint=f"loaded: {', '.join(loaded)}" if loaded else "load one with `barrelctl load`",
-            loaded=loaded,
+            known=loaded,
         )
 
     def new_id(self, number: int) -> str:

