@@ -11,6 +11,8 @@ clients, and hands header and body on unopened. The answer comes back with the `
 import sys
 from typing import Any
 
+import msgspec
+
 from barrel_inference import codec, protocol
 from barrel_inference.actor import Actor, Peer, Request, run
 from barrel_inference.errors import BarrelError, ModelDown, ModelFailed, NotFound, NotSupported, ProtocolError
@@ -42,6 +44,7 @@ class Router:
         self.loader = Loader(actor, self.registry)
         self.observers = Observers(actor, self.registry)
         self._computing = 0
+        self._uncounted_restarts = 0
         self._helpers: set[str] = set()  # processes that this runtime has, whether they serve now or not
         # What clients send before the registry knows which models there are; answered as soon as it does.
         self._early: list[Frames] | None = []
@@ -54,14 +57,15 @@ class Router:
 
     async def serve(self, _actor: Actor) -> dict[str, Any]:
         """Learn from the supervisor which models there are; it matters after a restart of the router."""
-        await self._learn()
+        own = [child for child in await self._learn() if child.id == self.actor.id]
+        self._uncounted_restarts = sum(child.restarts > 0 for child in own)  # this start is one, if it is not the first
         self.actor.every(LEARN_S, self._learn_if_waiting)
         early, self._early = self._early or [], None
         for frames in early:
             self._on_frames(frames)
         return {}
 
-    async def _learn(self) -> None:
+    async def _learn(self) -> list[protocol.ChildRow]:
         try:
             tree = await self.actor.supervisor.call(
                 protocol.TreeStatus(), protocol.TreeRows, deadline_s=TREE_DEADLINE_S
@@ -71,6 +75,8 @@ class Router:
         else:
             self.registry.learn(tree.children)
             self._helpers |= {child.id for child in tree.children}
+            return tree.children
+        return []
 
     def _learn_if_waiting(self) -> None:
         if self.registry.is_waiting():
@@ -208,9 +214,13 @@ class Router:
     def _up(self, peer: Peer) -> None:
         peer.on_routed = self._on_answer
         self._helpers.add(peer.id)
+        if peer.id == "index":
+            self._count_restarts(0)
         model_id = model_of(peer.id)
         if model_id is not None:
             self.registry.up(model_id, peer.incarnation)
+            if (row := peer.about.get("row")) is not None:  # a loaded model has a true row from its first moment
+                self.registry.row_came(msgspec.convert(row, ModelRow))
             peer.cast(ThreadShare(computing_models=max(1, self._computing)))
 
     def _down(self, down: Down) -> None:
@@ -219,6 +229,14 @@ class Router:
         for pending in self.pending.take_target(down.id):
             self._answer_error(pending.client, pending.request_id, _died(down, model_id))
         self._share_threads()
+        self._count_restarts(int(down.restarting))
+
+    def _count_restarts(self, more: int) -> None:
+        """The counters are the index's; what happens while it is down is counted when it is back."""
+        self._uncounted_restarts += more
+        counted = protocol.Counted(deltas={"restarts": self._uncounted_restarts})
+        if self._uncounted_restarts and self.actor.cast("index", counted):
+            self._uncounted_restarts = 0
 
     def _row(self, row: ModelRow, _request: Request) -> None:
         if self.registry.row_came(row):

@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from barrel_inference import protocol
 from barrel_inference.actor import Actor, Peer, Request, run, settle
 from barrel_inference.errors import BarrelError, DeadlineExceeded, InvalidArgument, NotSupported
@@ -90,7 +92,7 @@ class ModelProcess:
         self.scheduler.start()
         actor.call_age = self._call_age
         actor.every(WATCH_S, self._watch)
-        return {"kind": "model", "model_id": self.model_id}
+        return {"kind": "model", "row": msgspec.to_builtins(self._row(), builtin_types=(bytes,))}
 
     def _load_progress(self, fraction: float) -> None:
         """Called on the loading thread."""
