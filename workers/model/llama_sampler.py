@@ -9,6 +9,7 @@ The draw is ours, with a generator made of (seed, number of the token): no rando
 """
 
 import ctypes
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from barrel_inference.errors import GrammarFailed
 from barrel_inference.protocol import Sampling
-from barrel_inference.workers.model.grammar_limits import MAX_GRAMMAR_BYTES, check_grammar
+from barrel_inference.workers.model.grammar_limits import MAX_GRAMMAR_BYTES, check_grammar, check_schema
 from barrel_inference.workers.model.llama_log import LogLines
 
 Row = npt.NDArray[np.float32]
@@ -29,6 +30,8 @@ PENALTY_TOKENS = 64
 # Below, a division by the temperature may leave the range of a float, and the draw is greedy anyway.
 LOWEST_TEMPERATURE = 1e-6
 _CACHED_GRAMMARS = 16
+# A grammar that needs longer for one token holds up every other request; it only gets worse with the next.
+GRAMMAR_STEP_S = 2.0
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # struct llama_token_data
 
 
@@ -98,8 +101,7 @@ class Grammars:
         return clone
 
     def _from_schema(self, schema: str) -> str:
-        if len(schema.encode("utf-8", "surrogatepass")) > self._max_bytes:
-            raise GrammarFailed(f"the JSON schema has more than {self._max_bytes} bytes")
+        check_schema(schema, max_bytes=self._max_bytes)
         try:
             return str(json_schema_to_gbnf(schema))
         except Exception as bad:  # foreign code: it raises whatever its recursion stumbles over
@@ -179,7 +181,7 @@ class LlamaSampler:
         if self._grammar is None or self._grammar_allows(token):
             return token
         self._candidates.fill(adjusted)
-        self._candidates.apply(self._grammar)
+        self._apply_grammar()
         ids, allowed = self._candidates.left()
         best = int(allowed.argmax())
         if not np.isfinite(allowed[best]):
@@ -189,7 +191,7 @@ class LlamaSampler:
     def _draw(self, logits: Row, number: int) -> int:
         self._candidates.fill(self._adjusted(logits))
         if self._grammar is not None:
-            self._candidates.apply(self._grammar)
+            self._apply_grammar()
         for part in self._filters:
             self._candidates.apply(part)
         ids, left = self._candidates.left()
@@ -209,9 +211,18 @@ class LlamaSampler:
             logits = self._candidates.left()[1].copy()  # penalties keep the tokens and their order
         return logits
 
+    def _apply_grammar(self) -> None:
+        began_s = time.monotonic()
+        self._candidates.apply(self._grammar)
+        if (took_s := time.monotonic() - began_s) > GRAMMAR_STEP_S:
+            raise GrammarFailed(
+                f"the grammar took {took_s:.1f} s for one token, limit {GRAMMAR_STEP_S:g} s",
+                hint="it is too ambiguous: write it so that a text can be read in few ways",
+            )
+
     def _grammar_allows(self, token: int) -> bool:
         self._candidates.fill_one(token, 1.0)
-        self._candidates.apply(self._grammar)
+        self._apply_grammar()
         allowed = self._candidates.left()[1]
         return bool(len(allowed)) and bool(np.isfinite(allowed[0]))
 
