@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -66,6 +67,7 @@ class AsyncClient:
     def __init__(self, endpoint: str | None = None, *, timeout_s: float | None = None, retry: bool = True) -> None:
         check_deadline(timeout_s, "timeout_s")
         self._link = Link(endpoint_of(endpoint), timeout_s=timeout_s, retry=retry)
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
         self.cache = AsyncCache(self._link)
         self.pressure = AsyncPressure(self._link)
 
@@ -82,6 +84,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; requests under way are cancelled."""
+        for stream in list(self._streams):
+            await stream.close()
         self._link.close()
 
     # --- models
@@ -213,7 +217,9 @@ class AsyncClient:
     ) -> AsyncStream:  # fmt: skip
         request = build(mode, prompt, options, messages=messages, tools=tools)
         deadline_s = options.get("deadline_s")
-        return AsyncStream(self._link, model_id, request, self._link.timeout_s if deadline_s is None else deadline_s)
+        stream = AsyncStream(self._link, model_id, request, self._link.timeout_s if deadline_s is None else deadline_s)
+        self._streams.add(stream)
+        return stream
 
     async def _collect(self, stream: AsyncStream) -> Completion:
         async with stream:

@@ -4,85 +4,30 @@ Every method hands its coroutine to that thread and waits. An interrupt (Ctrl-C)
 with it the request in the runtime.
 """
 
-import asyncio
 import contextlib
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar, Unpack
+from queue import SimpleQueue
+from typing import Any, Unpack
 
 from barrel_inference.aio import Adapters, AsyncClient, LoadOptions
 from barrel_inference.errors import InternalError, NoRuntime
-from barrel_inference.namespaces import AsyncCache, AsyncPressure
+from barrel_inference.loop_thread import LoopThread
+from barrel_inference.namespaces import Cache, Pressure
 from barrel_inference.protocol import LoadModel, Progress
 from barrel_inference.request import CompleteOptions, ContinueOptions, Messages, Prompt
-from barrel_inference.results import CacheRow, CacheStats, Completion, ModelInfo, StreamEvent
+from barrel_inference.results import Completion, ModelInfo, StreamEvent
 from barrel_inference.stream import AsyncStream
 
-T = TypeVar("T")
-
-# How long an interrupted call waits for its cancel to be sent.
-CANCEL_WAIT_S = 1.0
-
-
-class _Thread:
-    """An event loop that runs on a thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._live, name="barrel-client", daemon=True)
-        self._thread.start()
-
-    def _live(self) -> None:
-        self.loop.run_forever()
-        self.loop.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop and wait; what interrupts the wait cancels the coroutine."""
-        if self.loop.is_closed() or not self._thread.is_alive():
-            coroutine.close()
-            raise NoRuntime("the client is closed", hint="make a new Client")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                # The cancel is carried out before this: the loop's queue is first in, first out.
-                with contextlib.suppress(Exception):
-                    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), self.loop).result(CANCEL_WAIT_S)
-            raise
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Run a function on the loop, some time; nothing happens if it is over."""
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(function)
-
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `last` and end the thread; a second time does nothing."""
-        if not self._thread.is_alive():
-            return
-
-        async def end() -> None:
-            await last()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(end(), self.loop).result(2 * CANCEL_WAIT_S)
-        self.call(self.loop.stop)
-        self._thread.join(CANCEL_WAIT_S)
+OnProgress = Callable[[float], object]
 
 
 class Stream(Iterator[StreamEvent]):
     """The events of one request, the last of them `done`. A context manager: leaving early cancels the request."""
 
-    def __init__(self, thread: _Thread, stream: AsyncStream) -> None:
+    def __init__(self, thread: LoopThread, stream: AsyncStream) -> None:
         self._thread = thread
         self._stream = stream
         self._ready: deque[StreamEvent] = deque()
@@ -156,7 +101,7 @@ class Client:
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float | None = None, retry: bool = True) -> None:
         self._aio = AsyncClient(endpoint, timeout_s=timeout_s, retry=retry)
-        self._thread = _Thread()
+        self._thread = LoopThread()
         self._finalizer = weakref.finalize(self, self._thread.stop, self._aio.close)
         self.cache = Cache(self._thread, self._aio.cache)
         self.pressure = Pressure(self._thread, self._aio.pressure)
@@ -182,12 +127,28 @@ class Client:
         self, model_path: str | os.PathLike[str], model_id: str | None = None, *,
         on_progress: Callable[[float], object] | None = None, **options: Unpack[LoadOptions],
     ) -> str:  # fmt: skip
-        """Load a model; returns its id when it is ready. `on_progress` gets fractions from 0 to 1, on the client's thread."""
-        return self._thread.run(self._aio.load_model(model_path, model_id, on_progress=on_progress, **options))
+        """Load a model; returns its id when it is ready. `on_progress` gets fractions from 0 to 1."""
+        return self._telling(
+            on_progress, lambda tell: self._aio.load_model(model_path, model_id, on_progress=tell, **options)
+        )
 
     def load_as_given(self, message: LoadModel, *, on_progress: Callable[[float], object] | None = None) -> str:
         """Load with options that are not looked at here: the router knows the names of `[models]`."""
-        return self._thread.run(self._aio.load_as_given(message, on_progress=on_progress))
+        return self._telling(on_progress, lambda tell: self._aio.load_as_given(message, on_progress=tell))
+
+    def _telling(
+        self, on_progress: Callable[[float], object] | None, load: Callable[[OnProgress | None], Coroutine[Any, Any, str]]
+    ) -> str:  # fmt: skip
+        """Run a load; its progress is told by the thread that waits for it, which may use this client to say so."""
+        if on_progress is None:
+            return self._thread.run(load(None))
+        news: SimpleQueue[float | None] = SimpleQueue()
+        future = self._thread.start(load(news.put))
+        future.add_done_callback(lambda _future: news.put(None))
+        with self._thread.cancelling(future):
+            while (fraction := news.get()) is not None:
+                on_progress(fraction)
+            return future.result()
 
     def unload(self, model_id: str) -> None:
         """Unload; returns when the shutdown save is done and the process is gone."""
@@ -347,59 +308,3 @@ class Client:
     def recent_requests(self, limit: int = 20) -> list[dict[str, Any]]:
         """Statistics of the last finished requests, newest first."""
         return self._thread.run(self._aio.recent_requests(limit))
-
-
-class Cache:
-    """`client.cache`: the cache index."""
-
-    def __init__(self, thread: _Thread, cache: AsyncCache) -> None:
-        self._thread = thread
-        self._aio = cache
-
-    def dump(self, *, limit: int = 0, tier: str | None = None) -> list[CacheRow]:
-        """Rows of the index, the latest used first; `limit` 0 = all."""
-        return self._thread.run(self._aio.dump(limit=limit, tier=tier))
-
-    def stats(self) -> CacheStats:
-        """Bytes, quotas and rows by tier."""
-        return self._thread.run(self._aio.stats())
-
-    def gc(self) -> int:
-        """Evict everything that is neither pinned nor in use; how many rows went."""
-        return self._thread.run(self._aio.gc())
-
-    def evict_bytes(self, n: int, tiers: Sequence[str] | None = None) -> tuple[int, int]:
-        """Free at least `n` bytes; the rows and bytes that went."""
-        return self._thread.run(self._aio.evict_bytes(n, tiers))
-
-
-class Pressure:
-    """`client.pressure`: the memory-pressure poller."""
-
-    def __init__(self, thread: _Thread, pressure: AsyncPressure) -> None:
-        self._thread = thread
-        self._aio = pressure
-
-    def status(self) -> dict[str, Any]:
-        """Settings, last reading, what was evicted so far."""
-        return self._thread.run(self._aio.status())
-
-    def sample(self) -> dict[str, Any]:
-        """One reading of the source, without consequences."""
-        return self._thread.run(self._aio.sample())
-
-    def check(self) -> dict[str, Any]:
-        """One turn of the poller now: read, and evict if the reading is above the high watermark."""
-        return self._thread.run(self._aio.check())
-
-    def enable(self, enabled: bool = True) -> dict[str, Any]:
-        """Switch the poller on or off."""
-        return self._thread.run(self._aio.enable(enabled))
-
-    def set_source(self, name: str) -> dict[str, Any]:
-        """Read another source: noop, system, nvidia_smi or module:NAME."""
-        return self._thread.run(self._aio.set_source(name))
-
-    def set_thresholds(self, high: float, low: float) -> dict[str, Any]:
-        """Move both watermarks."""
-        return self._thread.run(self._aio.set_thresholds(high, low))

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 from barrel_inference import codec, protocol
-from barrel_inference.errors import BarrelError, ProtocolError
+from barrel_inference.errors import ProtocolError
 from barrel_inference.protocol import ErrorBody, Header, Kind, Message
 from barrel_inference.resubmission import ConnectionLost
 from barrel_inference.transport import Frames, Unreachable, connect_dealer
@@ -132,9 +132,12 @@ class Connection:
             return
         try:
             self._on_answer(call, header, frames[2])
-        except BarrelError as bad:
+        except (
+            Exception
+        ) as bad:  # a body that does not parse, or whatever the caller's own callback raised: it is the caller's
             self.forget(call)
-            call.future.set_exception(bad)
+            if not call.future.done():
+                call.future.set_exception(bad)
 
     def _on_answer(self, call: Call, header: Header, body: bytes) -> None:
         call.heard_s = time.monotonic()

@@ -11,9 +11,9 @@ from typing import TypeVar
 import zmq
 
 from barrel_inference import codec, protocol
-from barrel_inference.connection import Connection, OnEvent, has_supervisor
+from barrel_inference.connection import Call, Connection, OnEvent, has_supervisor
 from barrel_inference.errors import BarrelError, DeadlineExceeded, InvalidArgument, ModelDown, ModelFailed, NoRuntime
-from barrel_inference.protocol import Message, ModelRow, Phase
+from barrel_inference.protocol import Cancel, Message, ModelRow, Phase
 from barrel_inference.resubmission import ConnectionLost, Tally, after
 from barrel_inference.transport import default_runtime_dir
 
@@ -140,11 +140,7 @@ class Link:
                 call = connection.start(
                     target, message, request_id=new_id(), deadline_ms=deadline.left_ms, credit=credit, on_event=on_event
                 )
-                try:
-                    body = await within(call.future, deadline, protocol.VERB_OF[type(message)])
-                finally:
-                    connection.forget(call)
-                return codec.decode(body, reply)
+                return codec.decode(await answer(connection, call, deadline, protocol.VERB_OF[type(message)]), reply)
             except (ConnectionLost, ModelDown) as failure:
                 if not again:
                     raise
@@ -197,6 +193,17 @@ class Link:
         if self._context is not None:
             self._context.term()
             self._context = None
+
+
+async def answer(connection: Connection, call: Call, deadline: Deadline, what: str) -> bytes:
+    """Wait for a call's answer; the runtime is told when nobody waits any more."""
+    try:
+        return await within(call.future, deadline, what)
+    except (asyncio.CancelledError, DeadlineExceeded):
+        connection.cast("router", Cancel(request_id=call.id))
+        raise
+    finally:
+        connection.forget(call)
 
 
 async def within(waiting: Awaitable[T], deadline: Deadline, what: str) -> T:

@@ -6,6 +6,7 @@ from typing import Any
 from barrel_inference import protocol
 from barrel_inference.errors import InvalidArgument
 from barrel_inference.link import Link
+from barrel_inference.loop_thread import LoopThread
 from barrel_inference.protocol import PressureReply
 from barrel_inference.request import convert
 from barrel_inference.results import CacheRow, CacheStats, cache_stats_of, record_of
@@ -73,3 +74,59 @@ class AsyncPressure:
     async def set_thresholds(self, high: float, low: float) -> dict[str, Any]:
         """Move both watermarks."""
         return await self._command("set_thresholds", high=high, low=low)
+
+
+class Cache:
+    """`client.cache`: the cache index."""
+
+    def __init__(self, thread: LoopThread, cache: AsyncCache) -> None:
+        self._thread = thread
+        self._aio = cache
+
+    def dump(self, *, limit: int = 0, tier: str | None = None) -> list[CacheRow]:
+        """Rows of the index, the latest used first; `limit` 0 = all."""
+        return self._thread.run(self._aio.dump(limit=limit, tier=tier))
+
+    def stats(self) -> CacheStats:
+        """Bytes, quotas and rows by tier."""
+        return self._thread.run(self._aio.stats())
+
+    def gc(self) -> int:
+        """Evict everything that is neither pinned nor in use; how many rows went."""
+        return self._thread.run(self._aio.gc())
+
+    def evict_bytes(self, n: int, tiers: Sequence[str] | None = None) -> tuple[int, int]:
+        """Free at least `n` bytes; the rows and bytes that went."""
+        return self._thread.run(self._aio.evict_bytes(n, tiers))
+
+
+class Pressure:
+    """`client.pressure`: the memory-pressure poller."""
+
+    def __init__(self, thread: LoopThread, pressure: AsyncPressure) -> None:
+        self._thread = thread
+        self._aio = pressure
+
+    def status(self) -> dict[str, Any]:
+        """Settings, last reading, what was evicted so far."""
+        return self._thread.run(self._aio.status())
+
+    def sample(self) -> dict[str, Any]:
+        """One reading of the source, without consequences."""
+        return self._thread.run(self._aio.sample())
+
+    def check(self) -> dict[str, Any]:
+        """One turn of the poller now: read, and evict if the reading is above the high watermark."""
+        return self._thread.run(self._aio.check())
+
+    def enable(self, enabled: bool = True) -> dict[str, Any]:
+        """Switch the poller on or off."""
+        return self._thread.run(self._aio.enable(enabled))
+
+    def set_source(self, name: str) -> dict[str, Any]:
+        """Read another source: noop, system, nvidia_smi or module:NAME."""
+        return self._thread.run(self._aio.set_source(name))
+
+    def set_thresholds(self, high: float, low: float) -> dict[str, Any]:
+        """Move both watermarks."""
+        return self._thread.run(self._aio.set_thresholds(high, low))

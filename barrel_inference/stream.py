@@ -7,8 +7,8 @@ from typing import Any
 
 from barrel_inference import codec, protocol, resubmission
 from barrel_inference.credit import Credit
-from barrel_inference.errors import BarrelError, DeadlineExceeded, InternalError, ModelDown
-from barrel_inference.link import Deadline, Link, new_id, within
+from barrel_inference.errors import BarrelError, InternalError, ModelDown
+from barrel_inference.link import Deadline, Link, answer, new_id, within
 from barrel_inference.protocol import Cancel, Complete, Completed, Progress, TokenEvent
 from barrel_inference.resubmission import ConnectionLost, Delivered, Tally
 from barrel_inference.results import Completion, StreamEvent, completion_of, event_of
@@ -123,8 +123,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             result = completion_of(completed, request_id=self.request_id, resubmitted=self._tally.survived)
             self._unread.append(StreamEvent("done", result=result))
         except asyncio.CancelledError:
-            self._link.cast_now("router", Cancel(request_id=self.request_id))
-            self._error = None
+            pass  # nobody reads on; whoever had the request was told
         except Exception as error:  # whatever it is belongs to the reader
             self._error = error
         finally:
@@ -154,13 +153,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             self._target, request, request_id=self.request_id, deadline_ms=deadline_ms,
             credit=self._credit.first_grant(len(self._unread)), on_event=self._on_event,
         )  # fmt: skip
-        try:
-            body = await within(call.future, grace, f"request {self.request_id}")
-        except DeadlineExceeded:
-            connection.cast("router", Cancel(request_id=self.request_id))
-            raise
-        finally:
-            connection.forget(call)
+        body = await answer(connection, call, grace, f"request {self.request_id}")
         return codec.decode(body, Completed)
 
     async def _resumed(self) -> Complete:
