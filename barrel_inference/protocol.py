@@ -655,6 +655,7 @@ class SavePlan(Message, frozen=True):
     token_ids: bytes  # u32 little-endian, the sequence from its start
     token_bytes: bytes  # u32 little-endian: the rendered length of each token
     text: bytes
+    server: str = ""  # count what that one holds only; empty = anywhere
 
 
 class Planned(Message, frozen=True):

@@ -1,25 +1,23 @@
-"""Everything the index knows: trees, accounts, reservations, claims. Pure: calls in, values and commands out.
+"""Everything the index knows and decides: what is stored, what is on its way, what is protected. Pure.
 
-The index process asks and obeys; it is the only one that changes a catalog. What has to be done at a tier comes back as
-locations to delete; nothing here waits.
+Calls come in, values and commands go out; the index process obeys and is the only one that changes a catalog. Nothing here
+waits: what has to be done at a tier comes back as `Changes`.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from barrel_inference.protocol import (
-    Location,
-    MatchedNode,
-    Namespace,
-    NewNode,
-    SaveReason,
-    StoredRow,
-    Tier,
-)
+from barrel_inference.protocol import Location, MatchedNode, Namespace, NewNode, StoredRow, Tier
 from barrel_inference.tiers import key as keys
-from barrel_inference.tiers.eviction import Victims, hits_now
-from barrel_inference.tiers.prefix_tree import BadKey, Mark, Node, Step, Tree
-from barrel_inference.tiers.reservations import Account, Reservation, Reservations
+from barrel_inference.tiers.eviction import hits_now
+from barrel_inference.tiers.prefix_tree import Mark, Node, Step
+from barrel_inference.tiers.reservations import Reservation, Reservations
+from barrel_inference.tiers.stored import Changes, Stored, bytes_inside, mark_is_valid
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 _FASTEST_FIRST = {Tier.RAM: 0, Tier.RAM_FILE: 1, Tier.DISK: 2}
 
@@ -29,8 +27,7 @@ class Found:
     """The answer to a lookup."""
 
     steps: tuple[Step, ...]
-    matched_bytes: int
-    is_whole: bool  # the prompt's own key is a node's or a mark's
+    via: str  # exact, parent, longest, none
     parent_tokens: int  # tokens that the given parent key stands for; 0 = it is no prefix of the prompt, or unknown
     miss_reason: str | None
     divergence_byte: int | None
@@ -54,154 +51,54 @@ class Claim:
     nodes: list[Node]
 
 
-@dataclass(slots=True)
-class Changes:
-    """What a call has done that others must hear of."""
-
-    deletes: dict[str, list[Location]] = field(default_factory=dict)  # bytes to be deleted, by server
-    committed: list[Location] = field(default_factory=list)
-    saved: list[SaveReason] = field(default_factory=list)
-    evicted: int = 0
-    dropped_bytes: int = 0
-
-    def delete(self, location: Location) -> None:
-        """A copy has left the index; its bytes have to go."""
-        self.deletes.setdefault(location.server, []).append(location)
-        self.dropped_bytes += location.size_bytes
-
-
 class Catalog:
     """The state of the index."""
 
     def __init__(self, first_token: int = 0) -> None:
-        self.trees: dict[bytes, Tree] = {}
-        self.nodes: dict[bytes, Node] = {}
-        self.marks: dict[bytes, tuple[Node, Mark]] = {}
-        self.accounts: dict[str, Account] = {}
-        self.victims: dict[str, Victims] = {}
+        self.stored = Stored()
         self.reservations = Reservations(last_token=first_token)
         self.claims: dict[int, Claim] = {}
-        self.orphans: dict[bytes, list[StoredRow]] = {}  # complete rows whose parent no tier has reported yet
-        self.touched: set[bytes] = set()
         self._next_claim = 0
-
-    # --- tiers
-
-    def open_tier(self, server: str, kind: Tier, quota_bytes: int, incarnation: int, note: str) -> None:
-        """A tier begins to report its rows; whatever an older incarnation had is gone already."""
-        self.accounts[server] = Account(server, kind, quota_bytes, incarnation, note=note)
-        self.victims[server] = Victims(server)
 
     def close_tier(self, server: str) -> Changes:
         """A tier is down: its copies and reservations go."""
         changes = Changes()
-        self.accounts.pop(server, None)
-        self.victims.pop(server, None)
         for reservation in [r for r in self.reservations.by_token.values() if r.server == server]:
-            self.reservations.remove(reservation.token)
-        for node in [n for n in self.nodes.values() if server in n.copies]:
-            if node.key in self.nodes:
-                self._drop_copy(node, server, changes)
-        for rows in self.orphans.values():
-            rows[:] = [row for row in rows if row.location.server != server]
+            self._give_back(reservation, changes)
+        changes.add(self._settled(self.stored.close_tier(server)))
+        changes.frees = [location for location in changes.frees if location.server != server]
         changes.deletes.pop(server, None)
         return changes
 
-    def tree(self, namespace: Namespace) -> Tree:
-        """The tree of a namespace, made on first use."""
-        name = keys.namespace_id(namespace)
-        if name not in self.trees:
-            self.trees[name] = Tree(namespace)
-        return self.trees[name]
-
     def restore_row(self, row: StoredRow, now_s: float) -> Changes:
-        """A tier reports a complete image: from its scan, or found by its sweep."""
+        """A tier reports a complete image. A promise for the same place is kept by it."""
         changes = Changes()
-        account = self.accounts.get(row.location.server)
-        if account is None or account.incarnation != row.location.incarnation:
-            return changes
-        known = self.nodes.get(row.key)
-        if known is not None and known.copies.get(row.location.server) == row.location:
-            return changes  # a replay that was begun again
-        account.stored_bytes += row.location.size_bytes
-        account.rows += 1
-        self._place_row(row, now_s, changes)
-        return changes
-
-    def _place_row(self, row: StoredRow, now_s: float, changes: Changes) -> None:
-        node = self.nodes.get(row.key)
-        if node is None and row.parent_key is not None and row.parent_key not in self.nodes:
-            self.orphans.setdefault(row.parent_key, []).append(row)
-            return
-        if node is None:
-            node = _node_of(row)
-            parent = self.nodes[row.parent_key] if row.parent_key is not None else None
-            try:
-                self.tree(row.namespace).attach(node, parent)
-            except BadKey:
-                self._forget_row(row, changes)
-                return
-            self.nodes[node.key] = node
-        elif row.location.server in node.copies or node.token_ids != row.token_ids:
-            self._forget_row(row, changes)
-            return
-        self._merge(node, row)
-        self._add_copy(node, row.location, now_s)
-        for child in self.orphans.pop(row.key, []):
-            self._place_row(child, now_s, changes)
-
-    def _merge(self, node: Node, row: StoredRow) -> None:
-        node.last_used_unix_s = max(node.last_used_unix_s, row.last_used_unix_s)
-        node.hits = max(node.hits, row.hits)
-        node.pinned = node.pinned or row.pinned
-        for key, tokens, reason, pinned in row.marks:
-            self._mark(node, Mark(key, tokens, SaveReason(reason), pinned))
-
-    def _forget_row(self, row: StoredRow, changes: Changes) -> None:
-        account = self.accounts[row.location.server]
-        account.stored_bytes -= row.location.size_bytes
-        account.rows -= 1
-        changes.delete(row.location)
-
-    def drop_orphans(self) -> Changes:
-        """Every tier has reported: rows whose parent nobody has can never be reached."""
-        changes = Changes()
-        for rows in self.orphans.values():
-            for row in rows:
-                self._forget_row(row, changes)
-        self.orphans.clear()
+        promised = self.reservations.by_key.get(row.key)
+        if promised is not None and promised.server == row.location.server:
+            self._forget(promised)
+            changes.settled.append(row.key)
+        changes.add(self._settled(self.stored.restore_row(row, now_s)))
+        if row.key in self.stored.nodes:
+            self._join_waiting(row.key, now_s, changes)
         return changes
 
     # --- lookup
 
     def lookup(self, namespace: Namespace, text: bytes, parent_key: bytes | None) -> Found:
         """The longest stored prefix of a prompt."""
-        tree = self.trees.get(keys.namespace_id(namespace))
+        tree = self.stored.trees.get(keys.namespace_id(namespace))
         if tree is None or not tree.roots:
-            return Found((), 0, False, 0, "no_entry", None)
-        steps = tree.match(text)
+            return Found((), "none", 0, "no_entry", None)
+        steps = tuple(tree.match(text))
         matched = sum(step.matched_bytes for step in steps)
-        whole_key = None
-        if matched == len(text):
-            whole_key = keys.key_of(namespace, text)
-        is_whole = whole_key is not None and (whole_key in self.nodes or whole_key in self.marks)
-        miss = None if steps else "diverged"
+        parent_tokens = _parent_tokens(parent_key, steps)
+        via = "none"
+        if steps:
+            is_whole = matched == len(text) and _is_named(steps[-1], keys.key_of(namespace, text))
+            is_parent = parent_tokens and parent_tokens >= _whole_tokens(steps[-1])
+            via = "exact" if is_whole else "parent" if is_parent else "longest"
         divergence = matched if matched < len(text) else None
-        return Found(tuple(steps), matched, is_whole, self._parent_tokens(parent_key, steps, text), miss, divergence)
-
-    def _parent_tokens(self, parent_key: bytes | None, steps: list[Step], text: bytes) -> int:
-        """The parent's length, if its bytes are a prefix of the prompt: then it lies on the matched path."""
-        if parent_key is None:
-            return 0
-        for step in steps:
-            whole = step.matched_bytes == len(step.node.text)
-            if step.node.key == parent_key:
-                return step.node.end_tokens if whole else 0
-            for mark in step.node.marks:
-                if mark.key == parent_key:
-                    inside = _bytes_inside(step.node, mark.tokens)
-                    return mark.tokens if inside <= step.matched_bytes else 0
-        return 0
+        return Found(steps, via, parent_tokens, None if steps else "diverged", divergence)
 
     def claim(self, owner: str, incarnation: int, steps: Iterable[Step]) -> int:
         """Protect a path until `release`."""
@@ -212,219 +109,204 @@ class Catalog:
         self.claims[self._next_claim] = Claim(owner, incarnation, nodes)
         return self._next_claim
 
-    def release(self, claim: int) -> list[Node]:
+    def release(self, claim: int) -> None:
         """Drop a claim; unknown ones are fine."""
         found = self.claims.pop(claim, None)
-        if found is None:
-            return []
-        for node in found.nodes:
+        for node in found.nodes if found is not None else ():
             node.claims -= 1
-        return found.nodes
 
     def used(self, key: bytes, now_s: float) -> None:
         """A node was restored."""
-        node = self.nodes.get(key)
-        if node is not None:
+        if (node := self.stored.nodes.get(key)) is not None:
             node.hits = hits_now(node, now_s) + 1
             node.last_used_unix_s = now_s
-            self.touched.add(key)
+            self.stored.touched.add(key)
 
     def refresh(self, key: bytes, now_s: float) -> None:
-        """A save went on from a node."""
-        if (node := self.nodes.get(key)) is not None:
+        """A save went on from a node: a use, though no hit."""
+        if (node := self.stored.nodes.get(key)) is not None:
+            node.hits = hits_now(node, now_s)
             node.last_used_unix_s = now_s
-            self.touched.add(key)
+            self.stored.touched.add(key)
 
     def wire_nodes(self, found: Found) -> list[MatchedNode]:
         """A path as it travels; copies fastest first."""
-        out = []
-        for step in found.steps:
-            node = step.node
-            copies = sorted(node.copies.values(), key=self._speed)
-            out.append(
-                MatchedNode(
-                    key=node.key, start_tokens=node.start_tokens, token_ids=node.token_ids, text_bytes=len(node.text),
-                    matched_bytes=step.matched_bytes, snapshot=node.snapshot, copies=copies,
-                )
-            )  # fmt: skip
-        return out
+        return [
+            MatchedNode(
+                key=node.key, start_tokens=node.start_tokens, token_ids=node.token_ids, text_bytes=len(node.text),
+                matched_bytes=matched_bytes, snapshot=node.snapshot,
+                copies=sorted(node.copies.values(), key=self._speed),
+            )
+            for node, matched_bytes in ((step.node, step.matched_bytes) for step in found.steps)
+        ]  # fmt: skip
 
     def _speed(self, location: Location) -> int:
-        return _FASTEST_FIRST[self.accounts[location.server].kind]
+        return _FASTEST_FIRST[self.stored.accounts[location.server].kind]
 
     # --- saves
 
-    def plan(self, namespace: Namespace, token_ids: bytes, text: bytes) -> tuple[list[Planned], Node | None]:
+    def plan(
+        self, namespace: Namespace, token_ids: bytes, text: bytes, server: str = ""
+    ) -> tuple[list[Planned], Node | None]:
         """The chain of whole nodes along these tokens, those on their way included, and a stored child that goes on past
-        the last token."""
-        nodes, beyond = self.tree(namespace).stored(token_ids, text)
+        the last token. With `server`: as far as that one has or will have them."""
+        nodes, beyond = self.stored.tree(namespace).stored(token_ids, text, server)
         chain = [Planned(node.key, node.end_tokens, tuple(sorted(node.copies))) for node in nodes]
-        while beyond is None and (coming := self._coming(namespace, chain, token_ids)) is not None:
-            chain.append(Planned(coming.node.key, _end(coming.node), (coming.server,)))
+        while beyond is None and (coming := self._coming(namespace, chain, token_ids, server)) is not None:
+            chain.append(Planned(coming.node.key, coming.end_tokens, (coming.server,)))
         return chain, beyond
 
-    def _coming(self, namespace: Namespace, chain: list[Planned], token_ids: bytes) -> Reservation | None:
+    def _coming(self, namespace: Namespace, chain: list[Planned], token_ids: bytes, server: str) -> Reservation | None:
         """A reserved node that goes on from the end of a chain with these tokens."""
         parent_key, start = (chain[-1].key, chain[-1].end_tokens) if chain else (None, 0)
-        for reservation in self.reservations.by_token.values():
+        for reservation in self.reservations.below(parent_key):
             node = reservation.node
-            follows = node.parent_key == parent_key and node.start_tokens == start
-            if follows and reservation.namespace == namespace and token_ids.startswith(node.token_ids, start * 4):
+            if server not in ("", reservation.server) or reservation.namespace != namespace:
+                continue
+            if node.start_tokens == start and token_ids.startswith(node.token_ids, start * 4):
                 return reservation
         return None
 
-    def judge(self, namespace: Namespace, node: NewNode) -> str:
-        """May this node be reserved? `granted`, or the reason why not."""
-        if node.key in self.nodes:
-            return "already_present"
+    def judge(self, namespace: Namespace, node: NewNode, server: str) -> tuple[str, "_Hash | None"]:
+        """May this node be reserved? `granted` with the digest of its prefix, or the reason why not."""
         if node.key in self.reservations.by_key:
-            return "conflict"
-        digest = self._digest_above(namespace, node.parent_key, node.start_tokens)
-        if digest is None:
-            return "no_parent"
-        digest = digest.copy()
+            return "conflict", None
+        known = self.stored.nodes.get(node.key)
+        if known is not None and (server in known.copies or not _is_same_cut(known, node)):
+            return "already_present", None
+        above = self._digest_above(namespace, node.parent_key, node.start_tokens)
+        if above is None:
+            return "no_parent", None
+        digest = above.copy()
         digest.update(node.text)
-        return "granted" if digest.digest() == node.key else "bad_key"
+        is_sound = digest.digest() == node.key and _is_well_formed(node)
+        return ("granted", digest) if is_sound else ("bad_key", None)
 
-    def _digest_above(self, namespace: Namespace, parent_key: bytes | None, at_tokens: int):  # type: ignore[no-untyped-def]
-        tree = self.tree(namespace)
+    def _digest_above(self, namespace: Namespace, parent_key: bytes | None, at_tokens: int) -> "_Hash | None":
+        tree = self.stored.tree(namespace)
         if parent_key is None:
             return tree.digest if at_tokens == 0 else None
-        if (parent := self.nodes.get(parent_key)) is not None:
+        if (parent := self.stored.nodes.get(parent_key)) is not None:
             return parent.digest if parent.tree is tree and parent.end_tokens == at_tokens else None
         above = self.reservations.by_key.get(parent_key)
-        if above is None or above.namespace != namespace:
+        if above is None or above.namespace != namespace or above.end_tokens != at_tokens:
             return None
-        if _end(above.node) != at_tokens:
-            return None
-        digest = self._digest_above(namespace, above.node.parent_key, above.node.start_tokens)
-        if digest is None:
-            return None
-        digest = digest.copy()
-        digest.update(above.node.text)
-        return digest
+        return above.digest
 
-    def make_room(self, server: str, size_bytes: int, now_s: float, spare: frozenset[bytes]) -> tuple[bool, Changes]:
-        """Take the least valuable copies out until `size_bytes` fit; False = they never will."""
+    def make_room(
+        self, server: str, size_bytes: int, now_s: float, spare: frozenset[bytes] = frozenset()
+    ) -> tuple[bool, Changes]:
+        """Take the least valuable copies out until `size_bytes` fit; False = they do not."""
         changes = Changes()
-        account = self.accounts[server]
+        account = self.stored.accounts[server]
         if size_bytes > account.quota_bytes:
             return False, changes
         if account.lacks(size_bytes):
-            for node in self.victims[server].take(now_s, lambda n: n.key in spare):
-                self._drop_copy(node, server, changes, now_s)
-                changes.evicted += 1
+            changes.add(self.stored.drop_orphans(server))  # nobody can find these at present
+        if account.lacks(size_bytes):
+            for node in self.stored.victims[server].take(now_s, lambda n: self._is_spared(n, spare), pinned_last=True):
+                self._evict_one(node, server, changes, now_s)
                 if not account.lacks(size_bytes):
                     break
         return not account.lacks(size_bytes), changes
 
+    def _is_spared(self, node: Node, spare: frozenset[bytes]) -> bool:
+        """A save that is under way goes on from it."""
+        return node.key in spare or self.reservations.has_below(node.key)
+
+    def _evict_one(self, node: Node, server: str, changes: Changes, now_s: float) -> None:
+        dropped = Changes(evicted=1)
+        self.stored.drop_copy(node, server, dropped, now_s)
+        changes.add(self._settled(dropped))
+
     def reserve(self, reservation: Reservation) -> None:
         """Promise the room."""
         self.reservations.add(reservation)
-        self.accounts[reservation.server].reserved_bytes += reservation.node.size_bytes
+        self.stored.accounts[reservation.server].reserved_bytes += reservation.node.size_bytes
 
-    def abort(self, token: int) -> Reservation | None:
-        """Give a promise back, and those of nodes that would hang below it; returns the first."""
-        reservation = self.reservations.remove(token)
-        if reservation is None:
-            return None
-        if (account := self.accounts.get(reservation.server)) is not None:
-            account.reserved_bytes -= reservation.node.size_bytes
-        return reservation
+    def abort(self, token: int) -> Changes:
+        """Give a promise back, and those of nodes that would hang below it."""
+        changes = Changes()
+        if (reservation := self.reservations.by_token.get(token)) is not None:
+            self._give_back(reservation, changes)
+            if reservation.node.key not in self.stored.nodes:
+                self._give_back_below(reservation.node.key, changes)
+        return changes
 
     def publish(self, reservation: Reservation, location: Location, now_s: float) -> Changes:
         """A node's bytes are complete: it joins its tree, or waits for its parent."""
         changes = Changes()
         reservation.published, reservation.location = True, location
         parent_key = reservation.node.parent_key
-        if parent_key is None or parent_key in self.nodes:
+        if parent_key is None or parent_key in self.stored.nodes:
             self._join(reservation, now_s, changes)
+            self._join_waiting(reservation.node.key, now_s, changes)
         elif parent_key not in self.reservations.by_key:
-            self.abort(reservation.token)
-            changes.delete(location)
+            changes.add(self.abort(reservation.token))
         return changes
 
+    def _join_waiting(self, parent_key: bytes, now_s: float, changes: Changes) -> None:
+        """Published nodes whose parent has just joined follow, and those below them."""
+        parents = [parent_key]
+        while parents:
+            for waiting in self.reservations.below(parents.pop()):
+                if waiting.published and waiting.node.parent_key in self.stored.nodes:
+                    self._join(waiting, now_s, changes)
+                    parents.append(waiting.node.key)
+
     def _join(self, reservation: Reservation, now_s: float, changes: Changes) -> None:
-        self.abort(reservation.token)
         new, location = reservation.node, reservation.location
         assert location is not None
-        account = self.accounts[reservation.server]
-        node = Node(
-            new.key, new.parent_key, new.start_tokens, new.token_ids, new.token_bytes, new.text, new.reason,
-            new.snapshot, reservation.model_id, now_s, now_s,
-        )  # fmt: skip
-        parent = self.nodes[new.parent_key] if new.parent_key is not None else None
-        tree = self.tree(reservation.namespace)
-        try:
-            tree.attach(node, parent)
-        except BadKey:
-            changes.delete(location)
+        node = self.stored.nodes.get(new.key)  # another tier's copy, or one that a tier reported meanwhile
+        if node is None:
+            node = Node(
+                new.key, new.parent_key, new.start_tokens, new.token_ids, new.token_bytes, new.text, new.reason,
+                new.snapshot, reservation.model_id, now_s, now_s,
+            )  # fmt: skip
+            if not self.stored.attach(reservation.namespace, node):
+                self._give_back(reservation, changes)
+                return
+        elif location.server in node.copies or not _is_same_cut(node, new):
+            self._give_back(reservation, changes)
             return
-        self.nodes[node.key] = node
-        account.stored_bytes += location.size_bytes
-        account.rows += 1
-        self._add_copy(node, location, now_s)
+        self._forget(reservation)
+        self.stored.add_copy(node, location, now_s)
         if new.pinned:
-            self._pin(tree, node)
+            assert node.tree is not None
+            self.stored.pin(node.tree, node)
         changes.committed.append(location)
+        changes.settled.append(new.key)
         if reservation.is_last:
             changes.saved.append(new.reason)
-        for waiting in self.reservations.waiting_for(new.key):
-            self._join(waiting, now_s, changes)
 
-    def add_mark(self, node_key: bytes, mark: Mark) -> bool:
-        """Name a point of a stored node; False if the node is not there."""
-        node = self.nodes.get(node_key)
-        if node is None or node.tree is None:
-            return False
-        if mark.pinned:
-            self._pin(node.tree, node)
-        if mark.key != node.key:
-            self._mark(node, mark)
-        elif mark.pinned:
-            node.pinned = True
-        self.touched.add(node.key)
-        return True
-
-    def _mark(self, node: Node, mark: Mark) -> None:
-        if (old := self.marks.get(mark.key)) is not None:
-            old[1].pinned = old[1].pinned or mark.pinned
-            return
-        node.marks.append(mark)
-        self.marks[mark.key] = (node, mark)
-
-    def _pin(self, tree: Tree, node: Node) -> None:
-        """One static head per namespace: the older one is let go."""
-        old = tree.pinned
-        if old is not None and old is not node:
-            old.pinned = False
-            for mark in old.marks:
-                mark.pinned = False
-            self.touched.add(old.key)
-        tree.pinned = node
-        node.pinned = True
+    def add_mark(self, node_key: bytes, mark: Mark) -> bool | None:
+        """Name a point of a stored node: is it a new row? None if there is no such point."""
+        node = self.stored.nodes.get(node_key)
+        if node is None or not mark_is_valid(node, mark):
+            return None
+        return self.stored.add_mark(node, mark)
 
     # --- copies going
 
     def lose(self, server: str, key: bytes) -> Changes:
         """A copy turned out to be gone or unreadable."""
         changes = Changes()
-        node = self.nodes.get(key)
+        node = self.stored.nodes.get(key)
         if node is not None and server in node.copies:
-            self._drop_copy(node, server, changes)
-        return changes
+            self.stored.drop_copy(node, server, changes, 0.0)
+        return self._settled(changes)
 
     def evict(self, servers: list[str], size_bytes: int | None, now_s: float) -> Changes:
         """Take copies out until so many bytes are freed (None: everything unpinned and unclaimed)."""
         changes = Changes()
         for server in servers:
-            if server not in self.victims:
+            if server not in self.stored.victims or (size_bytes is not None and changes.dropped_bytes >= size_bytes):
                 continue
-            for node in self.victims[server].take(now_s, lambda _node: False):
+            changes.add(self._settled(self.stored.drop_orphans(server)) if size_bytes is None else Changes())
+            for node in self.stored.victims[server].take(now_s, lambda n: self._is_spared(n, frozenset())):
+                self._evict_one(node, server, changes, now_s)
                 if size_bytes is not None and changes.dropped_bytes >= size_bytes:
                     break
-                self._drop_copy(node, server, changes, now_s)
-                changes.evicted += 1
         return changes
 
     def release_owner(self, owner: str, incarnation: int) -> list[Reservation]:
@@ -434,82 +316,111 @@ class Catalog:
                 self.release(claim)
         return self.reservations.of(owner, incarnation)
 
-    def _add_copy(self, node: Node, location: Location, now_s: float) -> None:
-        node.copies[location.server] = location
-        self.victims[location.server].add(node, now_s)
+    def expired(self, before_s: float) -> list[Reservation]:
+        """Promises that are so old that nobody will fill them any more."""
+        return [r for r in self.reservations.by_token.values() if r.made_s < before_s and not r.published]
 
-    def _drop_copy(self, node: Node, server: str, changes: Changes, now_s: float = 0.0) -> None:
-        location = node.copies.pop(server)
-        self._account_for(location)
-        changes.delete(location)
-        if not node.copies:
-            self._drop_subtree(node, changes)
-        parent = node.parent
-        if parent is not None and server in parent.copies and not parent.has_child_on(server):
-            self.victims[server].add(parent, now_s)
+    def _settled(self, changes: Changes) -> Changes:
+        """Nodes have gone: what was promised below them can never be found."""
+        for key in changes.gone:
+            if key not in self.stored.nodes and key not in self.reservations.by_key:
+                self._give_back_below(key, changes)
+        return changes
 
-    def _drop_subtree(self, node: Node, changes: Changes) -> None:
-        """Without this node nothing below it can be reached."""
-        assert node.tree is not None
-        node.tree.detach(node)
-        for below in list(node.subtree()):
-            for location in below.copies.values():
-                self._account_for(location)
-                changes.delete(location)
-            below.copies.clear()
-            del self.nodes[below.key]
-            self.touched.discard(below.key)
-            for mark in below.marks:
-                self.marks.pop(mark.key, None)
-            for waiting in [r for r in self.reservations.by_token.values() if r.node.parent_key == below.key]:
-                self._drop_reservation(waiting, changes)
+    def _give_back_below(self, parent_key: bytes, changes: Changes) -> None:
+        parents = [parent_key]
+        while parents:
+            for reservation in self.reservations.below(parents.pop()):
+                self._give_back(reservation, changes)
+                if reservation.node.key not in self.stored.nodes:
+                    parents.append(reservation.node.key)
 
-    def _drop_reservation(self, reservation: Reservation, changes: Changes) -> None:
-        self.abort(reservation.token)
-        if reservation.published and reservation.location is not None:
-            changes.delete(reservation.location)
+    def _give_back(self, reservation: Reservation, changes: Changes) -> None:
+        self._forget(reservation)
+        changes.settled.append(reservation.node.key)
+        if reservation.location is not None:
+            changes.frees.append(reservation.location)
 
-    def _account_for(self, location: Location) -> None:
-        account = self.accounts.get(location.server)
+    def _forget(self, reservation: Reservation) -> None:
+        self.reservations.remove(reservation.token)
+        account = self.stored.accounts.get(reservation.server)
         if account is not None:
-            account.stored_bytes -= location.size_bytes
-            account.rows -= 1
+            account.reserved_bytes -= reservation.node.size_bytes
 
     # --- views
 
-    def rows(self) -> Iterator[Node]:
-        """Every node, last use first."""
-        return iter(sorted(self.nodes.values(), key=lambda node: -node.last_used_unix_s))
+    def latest(self, limit: int) -> list[Node]:
+        """Nodes, last use first; all if `limit` is 0."""
+        nodes = self.stored.nodes.values()
+        if limit:
+            return heapq.nlargest(limit, nodes, key=_last_use)
+        return sorted(nodes, key=_last_use, reverse=True)
 
     def check(self) -> None:
         """The catalog's invariants."""
-        for tree in self.trees.values():
+        stored = self.stored
+        for tree in stored.trees.values():
             tree.check()
-        for server, account in self.accounts.items():
+        reachable = {n.key for tree in stored.trees.values() for root in tree.roots for n in root.subtree()}
+        assert reachable == stored.nodes.keys()
+        waiting = [row for rows in stored.orphans.values() for row in rows]
+        for server, account in stored.accounts.items():
             account.check()
-            stored = sum(n.copies[server].size_bytes for n in self.nodes.values() if server in n.copies)
-            orphaned = sum(
-                row.location.size_bytes
-                for rows in self.orphans.values()
-                for row in rows
-                if row.location.server == server
-            )
+            held = [n.copies[server].size_bytes for n in stored.nodes.values() if server in n.copies]
+            held += [row.location.size_bytes for row in waiting if row.location.server == server]
             reserved = sum(r.node.size_bytes for r in self.reservations.by_token.values() if r.server == server)
-            assert (account.stored_bytes, account.reserved_bytes) == (stored + orphaned, reserved), server
-            assert stored + reserved <= account.quota_bytes or account.rows == 0, server
+            assert (account.stored_bytes, account.rows, account.reserved_bytes) == (sum(held), len(held), reserved)
+        for key, (node, mark) in stored.marks.items():
+            assert mark.key == key
+            assert mark in node.marks
+            assert node.key in stored.nodes
+        for node in stored.nodes.values():
+            assert not node.is_pinned or (node.tree is not None and node.tree.pinned is node)
+        for claim in self.claims.values():
+            assert all(node.claims > 0 for node in claim.nodes)
 
 
-def _end(node: NewNode) -> int:
-    return node.start_tokens + len(node.token_ids) // 4
+def _parent_tokens(parent_key: bytes | None, steps: Iterable[Step]) -> int:
+    """The parent's length, if its bytes are a prefix of the prompt: then it lies on the matched path."""
+    for step in steps if parent_key is not None else ():
+        if step.node.key == parent_key:
+            return step.node.end_tokens if step.matched_bytes == len(step.node.text) else 0
+        for mark in step.node.marks:
+            if mark.key == parent_key:
+                return mark.tokens if bytes_inside(step.node, mark.tokens) <= step.matched_bytes else 0
+    return 0
 
 
-def _bytes_inside(node: Node, tokens: int) -> int:
-    """Bytes of a node up to a point, given in tokens from the root."""
-    return sum(keys.unpack_u32(node.token_bytes)[: tokens - node.start_tokens])
+def _is_named(last: Step, key: bytes) -> bool:
+    """Is the end of a match a node's end or a mark?"""
+    return last.node.key == key or any(mark.key == key for mark in last.node.marks)
 
 
-def _node_of(row: StoredRow) -> Node:
-    return Node(
-        row.key, row.parent_key, row.start_tokens, row.token_ids, row.token_bytes, row.text, row.reason, row.snapshot,
-        row.model_id, row.created_unix_s, row.last_used_unix_s,
-    )  # fmt: skip
+def _whole_tokens(last: Step) -> int:
+    """Tokens of a match, from the root, that are matched to their end."""
+    if last.matched_bytes == len(last.node.text):
+        return last.node.end_tokens
+    tokens, left = last.node.start_tokens, last.matched_bytes
+    for length in keys.unpack_u32(last.node.token_bytes):
+        left -= length
+        if left < 0:
+            break
+        tokens += 1
+    return tokens
+
+
+def _is_same_cut(node: Node, new: NewNode) -> bool:
+    """Would this be another copy of the stored node? Its key alone says so of the bytes, not of how they are cut."""
+    mine = (node.parent_key, node.start_tokens, node.token_ids, node.snapshot)
+    return mine == (new.parent_key, new.start_tokens, new.token_ids, new.snapshot)
+
+
+def _is_well_formed(node: NewNode) -> bool:
+    """Do ids, lengths and bytes fit together?"""
+    if not node.token_ids or len(node.token_ids) % 4 or len(node.token_ids) != len(node.token_bytes):
+        return False
+    return sum(keys.unpack_u32(node.token_bytes)) == len(node.text)
+
+
+def _last_use(node: Node) -> float:
+    return node.last_used_unix_s

@@ -25,48 +25,78 @@ def score(node: Node, now_s: float) -> float:
     return node.last_used_unix_s + HIT_WORTH_S * math.log2(1 + hits_now(node, now_s))
 
 
+# Hits fade while a node waits in the heap; the order is computed anew after so long.
+_RESCORE_S = 3600.0
+
+
 class Victims:
     """The order of eviction on one tier server: a heap that is put right when something is taken from it.
 
-    Copies with a child copy on the same server are not in it; a parent enters when its last child there has gone.
+    Only copies without a child copy on the same server are candidates; a parent becomes one when its last child there has
+    gone. So nothing that is stored on a server is ever cut off from its root by an eviction there. As claims hold whole
+    paths, there is a candidate as long as anything may go.
     """
 
     def __init__(self, server: str) -> None:
         self.server = server
         self._heap: list[tuple[float, int, Node]] = []
         self._count = itertools.count()
+        self._scored_s = 0.0
 
     def add(self, node: Node, now_s: float) -> None:
         """A copy may have become a candidate."""
-        heapq.heappush(self._heap, (score(node, now_s), next(self._count), node))
+        heapq.heappush(self._heap, self._entry(node, now_s))
 
-    def take(self, now_s: float, is_spared: Callable[[Node], bool]) -> Iterator[Node]:
+    def take(self, now_s: float, is_spared: Callable[[Node], bool], *, pinned_last: bool = False) -> Iterator[Node]:
         """Candidates, lowest score first, each at most once; what is spared, pinned or claimed stays in the order.
 
         The caller takes the copy of each that it accepts away, and stops when it has enough.
+
+        Args:
+            pinned_last: when there is nothing else, yield pinned ones too.
         """
-        kept: list[Node] = []
-        seen: set[int] = set()
+        self._rescore(now_s)
+        kept: dict[int, Node] = {}
+        pinned: list[tuple[float, int, Node]] = []
         try:
-            while self._heap:
-                noted, _, node = heapq.heappop(self._heap)
-                if id(node) in seen or not self._is_candidate(node):
+            while True:
+                node = self._pop(now_s)
+                if node is None and pinned_last and pinned:
+                    node = heapq.heappop(pinned)[2]
+                elif node is None:
+                    return
+                elif id(node) in kept:
                     continue
-                current = score(node, now_s)
-                if current > noted + 1e-6:  # used since it was noted: its place is further back
-                    heapq.heappush(self._heap, (current, next(self._count), node))
+                elif node.is_pinned and not (node.claims or is_spared(node)):
+                    kept[id(node)] = node
+                    heapq.heappush(pinned, self._entry(node, now_s))
                     continue
-                seen.add(id(node))
-                if node.claims or node.is_pinned or is_spared(node):
-                    kept.append(node)
-                    continue
-                yield node
-                if self.server in node.copies:
-                    kept.append(node)
+                kept[id(node)] = node  # before the yield: a caller may stop here and leave the copy where it is
+                if self.server in node.copies and not (node.claims or is_spared(node)):
+                    yield node
         finally:
-            for node in kept:
+            for node in kept.values():
                 if self.server in node.copies:
                     self.add(node, now_s)
 
-    def _is_candidate(self, node: Node) -> bool:
-        return self.server in node.copies and not node.has_child_on(self.server)
+    def _pop(self, now_s: float) -> Node | None:
+        """The lowest candidate, with its present score."""
+        while self._heap:
+            noted, _, node = heapq.heappop(self._heap)
+            if self.server not in node.copies or node.has_child_on(self.server):
+                continue
+            current = self._entry(node, now_s)
+            if current[0] <= noted + 1e-6:
+                return node
+            heapq.heappush(self._heap, current)  # used since it was noted: its place is further back
+        return None
+
+    def _rescore(self, now_s: float) -> None:
+        if now_s - self._scored_s > _RESCORE_S:
+            self._scored_s = now_s
+            distinct = {id(node): node for _, _, node in self._heap if self.server in node.copies}
+            self._heap = [self._entry(node, now_s) for node in distinct.values()]
+            heapq.heapify(self._heap)
+
+    def _entry(self, node: Node, now_s: float) -> tuple[float, int, Node]:
+        return score(node, now_s), next(self._count), node

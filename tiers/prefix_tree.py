@@ -7,7 +7,7 @@ neighbour of the prompt's insertion point: a lookup costs what the prompt costs,
 Every node in a tree has at least one copy; a node that loses its last one goes, and its descendants with it.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,9 +17,6 @@ from barrel_inference.tiers import key as keys
 
 if TYPE_CHECKING:
     from hashlib import _Hash
-
-# Siblings of which one is the beginning of the other come from saves that ran at the same time; that many are looked at.
-_PREFIX_SIBLINGS = 4
 
 
 @dataclass(slots=True)
@@ -101,49 +98,76 @@ class Tree:
         self.roots: list[Node] = []
         self.pinned: Node | None = None  # the one node with the namespace's pinned head
         self.digest = keys.start(namespace)
+        self._longest_bytes = 0  # of any node's text: no more of a prompt decides its place among siblings
 
     def children_of(self, node: Node | None) -> list[Node]:
         """The children of a node, or of the empty prefix."""
         return self.roots if node is None else node.children
 
     def match(self, text: bytes) -> list[Step]:
-        """The path whose bytes share most with `text`; only its last node may be matched in part."""
-        return self._best(self.roots, text, 0)[1]
+        """The path whose bytes share most with `text`; only its last node may be matched in part.
 
-    def _best(self, children: list[Node], text: bytes, at: int) -> tuple[int, list[Step]]:
-        best: tuple[int, list[Step]] = (at, [])
-        for child, common in _candidates(children, text, at):
-            if common < len(child.text):
-                found = (at + common, [Step(child, common)])
-            else:
-                end, below = self._best(child.children, text, at + common)
-                found = (end, [Step(child, common), *below])
-            if found[0] > best[0] or (found[0] == best[0] and common == len(child.text) and not best[1]):
-                best = found
-            elif found[0] == best[0] and found[1] and found[1][-1].matched_bytes == len(found[1][-1].node.text):
-                best = found  # as long, and ends where a node ends: the identical prefix
-        return best
+        Of paths that share as much, one that ends where a node ends wins: it is the identical prefix.
+        """
+        best: Node | None = None
+        best_end, best_common = 0, 0
+        # Not by recursion: a chain is as deep as a conversation is long.
+        open_ends: list[tuple[Node | None, int]] = [(None, 0)]
+        while open_ends:
+            node, at = open_ends.pop()
+            for child, common in self._candidates(node, text, at):
+                is_whole = common == len(child.text)
+                if at + common > best_end or (at + common == best_end and is_whole):
+                    best, best_end, best_common = child, at + common, common
+                if is_whole:
+                    open_ends.append((child, at + common))
+        if best is None:
+            return []
+        return [*(Step(node, len(node.text)) for node in path_to(best.parent)), Step(best, best_common)]
 
-    def stored(self, token_ids: bytes, text: bytes) -> tuple[list[Node], Node | None]:
-        """The chain of whole nodes along these very tokens, and a child that goes on past their end with the same ones."""
-        chain: list[Node] = []
-        at_token, at_byte = 0, 0
-        children = self.roots
-        while at_token < len(token_ids):
-            whole, beyond = None, None
-            for child, _ in _candidates(children, text, at_byte):
+    def stored(self, token_ids: bytes, text: bytes, server: str = "") -> tuple[list[Node], Node | None]:
+        """The longest chain of whole nodes along these very tokens, and a child that goes on past their end with the same ones.
+
+        Args:
+            server: count copies there only; empty = anywhere.
+        """
+        best: Node | None = None
+        best_at = 0
+        open_ends: list[tuple[Node | None, int, int]] = [(None, 0, 0)]
+        while open_ends:
+            node, at_token, at_byte = open_ends.pop()
+            for child, _ in self._candidates(node, text, at_byte):
                 ids = token_ids[at_token : at_token + len(child.token_ids)]
+                if server and server not in child.copies:
+                    continue
                 if child.token_ids == ids:
-                    whole = child
-                elif len(ids) < len(child.token_ids) and child.token_ids.startswith(ids):
-                    beyond = child
-            if whole is None:
-                return chain, beyond
-            chain.append(whole)
-            at_token += len(whole.token_ids)
-            at_byte += len(whole.text)
-            children = whole.children
-        return chain, None
+                    end = at_token + len(ids)
+                    open_ends.append((child, end, at_byte + len(child.text)))
+                    if end > best_at:
+                        best, best_at = child, end
+                elif ids and child.token_ids.startswith(ids):
+                    return path_to(node), child
+        return path_to(best), None
+
+    def _candidates(self, node: Node | None, text: bytes, at: int) -> Iterator[tuple[Node, int]]:
+        """Every child whose bytes are a prefix of the text from `at`, and one of those that share most with it."""
+        children = self.children_of(node)
+        if not children or at >= len(text):
+            return
+        rest = text[at : at + self._longest_bytes + 1]
+        place = bisect_left(children, rest, key=_text)
+        if place < len(children) and (common := common_bytes(children[place].text, text, at)):
+            yield children[place], common
+        index = place - 1
+        while index >= 0:
+            child = children[index]
+            common = common_bytes(child.text, text, at)
+            if not common:
+                return
+            yield child, common
+            # What is further left and a prefix of the text is a prefix of what this one shares with it.
+            is_whole = common == len(child.text)
+            index = (index if is_whole else bisect_right(children, rest[:common], hi=index, key=_text)) - 1
 
     def attach(self, node: Node, parent: Node | None) -> None:
         """Put a node under its parent.
@@ -158,6 +182,7 @@ class Tree:
             raise BadKey("the key is not the SHA-256 of its prefix")
         node.parent, node.tree = parent, self
         node.text_end = (parent.text_end if parent else 0) + len(node.text)
+        self._longest_bytes = max(self._longest_bytes, len(node.text))
         insort(self.children_of(parent), node, key=_text)
 
     def detach(self, node: Node) -> None:
@@ -175,6 +200,16 @@ class Tree:
                 assert [c.text for c in node.children] == sorted(c.text for c in node.children)
                 assert all(child.start_tokens == node.end_tokens for child in node.children)
                 assert node.claims >= 0
+
+
+def path_to(node: Node | None) -> list[Node]:
+    """The nodes from the root to this one."""
+    path: list[Node] = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
 
 
 def digest_below(tree: Tree, parent: Node | None, text: bytes) -> "_Hash":
@@ -199,22 +234,6 @@ def common_bytes(a: bytes, b: bytes, at: int) -> int:
         else:
             high = middle
     return low
-
-
-def _candidates(children: list[Node], text: bytes, at: int) -> Iterator[tuple[Node, int]]:
-    """Children that share bytes with the text from `at`: the neighbours of its place among them."""
-    if not children or at >= len(text):
-        return
-    # No child is longer than a block; a little more than the longest decides the order.
-    rest = text[at : at + 65536]
-    place = bisect_left(children, rest, key=_text)
-    if place < len(children) and (common := common_bytes(children[place].text, text, at)):
-        yield children[place], common
-    for index in range(place - 1, max(-1, place - 1 - _PREFIX_SIBLINGS), -1):
-        common = common_bytes(children[index].text, text, at)
-        if not common:
-            return
-        yield children[index], common
 
 
 def _position(siblings: list[Node], node: Node) -> int:

@@ -4,29 +4,41 @@ Run as `python -P -m barrel_inference.workers.index index`. Restart: always. Whi
 nothing is saved; models keep running. After a restart the tiers tell it what they hold.
 
 Decisions are the catalog's (pure); this file carries them to the tiers and answers.
+
+Order matters: a deletion is sent in the same turn of the loop in which it was decided, and each tier does what it is told in
+that order. So a place that was given up is empty before anybody is promised it again.
 """
 
 import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from barrel_inference import protocol
 from barrel_inference.actor import Actor, Request, run
 from barrel_inference.errors import BarrelError, NotFound, ProtocolError
-from barrel_inference.protocol import Location, SaveReason, Tier
-from barrel_inference.tiers.catalog import Catalog, Changes, Found
-from barrel_inference.tiers.prefix_tree import Mark, Node
+from barrel_inference.protocol import Location, NewNode, Tier
+from barrel_inference.tiers.catalog import Catalog
+from barrel_inference.tiers.prefix_tree import Mark
 from barrel_inference.tiers.reservations import Reservation
+from barrel_inference.tiers.stored import Changes
+from barrel_inference.workers import index_rows
 
 REBUILD_WAIT_S = 0.2  # a lookup waits that long for the tiers' replay
-ROOM_DEADLINE_S = 10.0
-TOUCH_S = 5.0
+# After so long, nobody waits any more for a tier that has not reported: it may have failed for good.
+REBUILD_S = 15.0
+ROOM_DEADLINE_S = 8.0  # below the deadline of those who reserve: they hear no, and not nothing
+PUBLISH_DEADLINE_S = 3.0  # for a tier to report what was published under an older index
+TOUCH_S = 2.0
+# A row that was found before its parent: the parent may still be on its way.
+ORPHAN_S = 10.0
 # After a model's death its writer may still be finishing from its own mapping.
 LATE_WRITE_S = 10.0
-FIRST_WORDS = 6
+# No save takes so long; who was promised the room has forgotten it.
+RESERVATION_S = 300.0
+EXPIRE_EVERY_S = 15.0
 
 COUNTERS = (
     "hits_exact", "hits_resume", "hits_longest_prefix", "hits_sticky", "hits_sticky_partial", "hits_continuation",
@@ -42,15 +54,17 @@ class IndexProcess:
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        # Tokens of an earlier incarnation must never be taken for new ones.
-        self.catalog = Catalog(first_token=actor.incarnation % 2**31 << 32)
+        # The upper half of a token says which index gave it.
+        self._epoch = actor.incarnation % 2**31
+        self.catalog = Catalog(first_token=self._epoch << 32)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._expected = {
             f"tier:{name}" for name, tier in actor.boot.settings.get("tiers", {}).items() if tier.get("enabled", True)
         }
         self._replayed = asyncio.Event()
-        self._published: dict[bytes, asyncio.Event] = {}
-        self._room_locks: dict[str, asyncio.Lock] = {}
+        self._settled: dict[bytes, asyncio.Event] = {}  # by the key that somebody waits for
+        self._landed: dict[tuple[str, int, str], asyncio.Event] = {}  # by the place that somebody waits for
+        self._touch_soon = False
         on = actor.on
         on(protocol.Lookup, self.lookup)
         on(protocol.CheckIn, self.check_in)
@@ -72,7 +86,9 @@ class IndexProcess:
 
     async def start(self, actor: Actor) -> dict[str, Any]:
         """Serve at once; the tiers report as they come up."""
+        self._waits_until_s = time.monotonic() + REBUILD_S
         actor.every(TOUCH_S, self.touch)
+        actor.every(EXPIRE_EVERY_S, self._expire)
         if not self._expected:
             self._replayed.set()
         return {}
@@ -81,29 +97,23 @@ class IndexProcess:
 
     async def lookup(self, message: protocol.Lookup, _request: Request) -> protocol.Match:
         """The longest stored prefix, claimed for the model that asks."""
-        rebuilding = not self._replayed.is_set()
-        if rebuilding:
+        if not self._replayed.is_set() and time.monotonic() < self._waits_until_s:
             await _within(self._replayed.wait(), REBUILD_WAIT_S)
-            rebuilding = not self._replayed.is_set()
-        if (
-            message.parent_key is not None
-            and message.wait_ms
-            and message.parent_key in self.catalog.reservations.by_key
-        ):
-            event = self._published.setdefault(message.parent_key, asyncio.Event())
-            await _within(event.wait(), message.wait_ms / 1000)
+        parent_key = message.parent_key
+        if parent_key is not None and message.wait_ms and parent_key in self.catalog.reservations.by_key:
+            await _within(self._settled.setdefault(parent_key, asyncio.Event()).wait(), message.wait_ms / 1000)
         began_ns = time.perf_counter_ns()
-        found = self.catalog.lookup(message.namespace, message.text, message.parent_key)
-        self.counters["longest_prefix_probes"] += not found.is_whole
+        found = self.catalog.lookup(message.namespace, message.text, parent_key)
+        self.counters["longest_prefix_probes"] += found.via != "exact"
         self.counters["longest_prefix_ns"] += time.perf_counter_ns() - began_ns
         claim = 0
         if found.steps and (owner := self._owner(message.model_id)) is not None:
             claim = self.catalog.claim(*owner, found.steps)
         miss = found.miss_reason
-        if miss is not None and rebuilding:
+        if miss is not None and not self._replayed.is_set():
             miss = "index_rebuilding"
         return protocol.Match(
-            claim=claim, nodes=self.catalog.wire_nodes(found), via=_via(found), miss_reason=miss,
+            claim=claim, nodes=self.catalog.wire_nodes(found), via=found.via, miss_reason=miss,
             divergence_byte=found.divergence_byte, parent_tokens=found.parent_tokens,
         )  # fmt: skip
 
@@ -119,15 +129,14 @@ class IndexProcess:
             self.catalog.used(key, now_s)
         for key, server in message.corrupt:
             changes = self.catalog.lose(server, key)
-            if changes.deletes:
-                self.counters["corrupt_files"] += 1
-                self.actor.spawn(self._carry_out(changes))
+            self.counters["corrupt_files"] += bool(changes.deletes)
+            self._carry_out(changes)
 
     # --- saves
 
     def save_plan(self, message: protocol.SavePlan, _request: Request) -> protocol.Planned:
         """What of a sequence is stored already."""
-        chain, beyond = self.catalog.plan(message.namespace, message.token_ids, message.text)
+        chain, beyond = self.catalog.plan(message.namespace, message.token_ids, message.text, message.server)
         now_s = time.time()
         for planned in chain:  # a save that finds them is a use: the conversation goes on
             self.catalog.refresh(planned.key, now_s)
@@ -136,84 +145,122 @@ class IndexProcess:
             inside_key=beyond.key if beyond is not None else None,
         )
 
-    async def reserve(self, message: protocol.Reserve, _request: Request) -> protocol.Grants:
+    async def reserve(self, message: protocol.Reserve, request: Request) -> protocol.Grants:
         """Places for nodes, root first; what does not fit is left off at the end."""
         owner = self._owner(message.model_id)
-        tier = self.actor.peers.get(message.server)
-        if owner is None or tier is None or message.server not in self.catalog.accounts:
-            return protocol.Grants(grants=[protocol.Grant(status="tier_down") for _ in message.nodes])
-        lock = self._room_locks.setdefault(message.server, asyncio.Lock())
-        async with lock:  # victims that are chosen must be gone before others count on their room
+        if (
+            owner is None
+            or message.server not in self.actor.peers
+            or message.server not in self.catalog.stored.accounts
+        ):
+            grants = [protocol.Grant(status="tier_down") for _ in message.nodes]
+        else:
             statuses, made, changes = self._promise(message, owner)
-            grants = await self._place(message, owner, statuses, made, changes)
+            wanted = [reservation for reservation in made if reservation is not None]
+            deletes = changes.deletes.pop(message.server, [])
+            self._carry_out(changes)
+            placed = await self._place(message.server, owner, wanted, deletes)
+            if request.deadline_s is not None and time.monotonic() > request.deadline_s:
+                self._abort(wanted)  # nobody hears the answer
+            grants = [
+                self._grant(status, reservation, placed) for status, reservation in zip(statuses, made, strict=True)
+            ]
         self.counters["duplicate_dropped"] += sum(grant.status in ("already_present", "conflict") for grant in grants)
-        self.counters["saves_dropped"] += any(grant.status in ("no_space", "tier_down") for grant in grants)
+        self.counters["saves_dropped"] += any(
+            grant.status not in ("granted", "already_present", "conflict") for grant in grants
+        )
         return protocol.Grants(grants=grants)
 
     def _promise(
         self, message: protocol.Reserve, owner: tuple[str, int]
     ) -> tuple[list[str], list[Reservation | None], Changes]:
         """Judge each node and reserve its bytes; collects what has to be deleted for them."""
-        now_s, all_changes = time.time(), Changes()
+        all_changes = Changes()
         statuses: list[str] = []
         made: list[Reservation | None] = []
-        spare = frozenset(node.parent_key for node in message.nodes if node.parent_key is not None)
+        last = len(message.nodes) - 1
         for number, node in enumerate(message.nodes):
-            status = self.catalog.judge(message.namespace, node)
-            reservation = None
-            if status == "granted":
-                fits, changes = self.catalog.make_room(message.server, node.size_bytes, now_s, spare)
-                _add(all_changes, changes)
-                if fits:
-                    reservation = Reservation(
-                        self.catalog.reservations.new_token(), message.namespace, message.model_id, node,
-                        message.server, *owner, is_last=number == len(message.nodes) - 1,
-                    )  # fmt: skip
-                    self.catalog.reserve(reservation)
-                else:
-                    status = "no_space"
+            status, reservation = self._promise_one(message, node, owner, number == last, all_changes)
             statuses.append(status)
             made.append(reservation)
         return statuses, made, all_changes
 
+    def _promise_one(
+        self, message: protocol.Reserve, node: NewNode, owner: tuple[str, int], is_last: bool, all_changes: Changes
+    ) -> tuple[str, Reservation | None]:
+        catalog = self.catalog
+        status, digest = catalog.judge(message.namespace, node, message.server)
+        if digest is None:
+            return status, None
+        spare = frozenset() if node.parent_key is None else frozenset({node.parent_key})
+        fits, changes = catalog.make_room(message.server, node.size_bytes, time.time(), spare)
+        all_changes.add(changes)
+        if not fits:
+            return "no_space", None
+        reservation = Reservation(
+            catalog.reservations.new_token(), message.namespace, message.model_id, node, message.server, *owner,
+            is_last=is_last, digest=digest, made_s=time.monotonic(),
+        )  # fmt: skip
+        catalog.reserve(reservation)
+        return status, reservation
+
     async def _place(
-        self, message: protocol.Reserve, owner: tuple[str, int], statuses: list[str],
-        made: list[Reservation | None], changes: Changes,
-    ) -> list[protocol.Grant]:  # fmt: skip
-        """Have the tier delete and allocate; a promise that it cannot keep is taken back, and those after it."""
-        wanted = [reservation for reservation in made if reservation is not None]
-        deletes = changes.deletes.pop(message.server, [])
-        self.counters["evictions"] += changes.evicted
-        await self._carry_out(changes)
-        locations: list[Location | None] = [None] * len(wanted)
-        if wanted or deletes:
-            try:
-                reply = await self.actor.peer(message.server).call(
-                    protocol.Room(
-                        owner=owner[0], owner_incarnation=owner[1], deletes=deletes,
-                        names=[r.node.key for r in wanted], sizes=[r.node.size_bytes for r in wanted],
-                    ),
-                    protocol.Roomed,
-                    deadline_s=ROOM_DEADLINE_S,
-                )  # fmt: skip
-                locations = list(reply.locations)
-            except BarrelError as error:
-                self.actor.log.warning("room.failed", server=message.server, code=error.code)
-        places = dict(zip((r.token for r in wanted), locations, strict=True))
-        grants = []
-        for status, reservation in zip(statuses, made, strict=True):
-            location = places[reservation.token] if reservation is not None else None
-            if reservation is not None and location is None:
-                self.catalog.abort(reservation.token)
-                status = "no_space"
-            elif reservation is not None:
+        self, server: str, owner: tuple[str, int], wanted: list[Reservation], deletes: list[Location]
+    ) -> dict[int, Location | None]:
+        """Have the tier delete and allocate: the place by token, None where there is no room; nothing at all = it is down.
+
+        A tier that takes too long is not waited for; what it promises after all is given back.
+        """
+        if not wanted and not deletes:
+            return {}
+        room = self.actor.spawn(self._room(server, owner, wanted, deletes))
+        done, _ = await asyncio.wait({room}, timeout=ROOM_DEADLINE_S)
+        if not done or room.result() is None:
+            self._abort(wanted)
+            return {}
+        places: dict[int, Location | None] = room.result()
+        return places
+
+    async def _room(
+        self, server: str, owner: tuple[str, int], wanted: list[Reservation], deletes: list[Location]
+    ) -> dict[int, Location | None] | None:
+        room = protocol.Room(
+            owner=owner[0], owner_incarnation=owner[1], deletes=deletes,
+            names=[r.node.key for r in wanted], sizes=[r.node.size_bytes for r in wanted],
+        )  # fmt: skip
+        try:
+            reply = await self.actor.peer(server).call(room, protocol.Roomed)
+        except BarrelError as error:
+            self.actor.log.warning("room.failed", server=server, code=error.code)
+            return None
+        changes = Changes()
+        for reservation, location in zip(wanted, reply.locations, strict=True):
+            if reservation.token in self.catalog.reservations.by_token:
                 reservation.location = location
-            grants.append(
-                protocol.Grant(
-                    status=status, token=reservation.token if location and reservation else 0, location=location
-                )
-            )
-        return grants
+                if location is None:
+                    changes.add(self.catalog.abort(reservation.token))
+            elif location is not None:  # its owner died, or was told no, while the tier was busy
+                changes.frees.append(location)
+        self._carry_out(changes)
+        return {r.token: location for r, location in zip(wanted, reply.locations, strict=True)}
+
+    def _grant(
+        self, status: str, reservation: Reservation | None, placed: dict[int, Location | None]
+    ) -> protocol.Grant:
+        if reservation is None:
+            return protocol.Grant(status=status)
+        if reservation.token not in placed:
+            return protocol.Grant(status="tier_down")
+        location = placed[reservation.token]
+        if location is None or reservation.token not in self.catalog.reservations.by_token:
+            return protocol.Grant(status="no_space")
+        return protocol.Grant(status=status, token=reservation.token, location=location)
+
+    def _abort(self, reservations: Iterable[Reservation]) -> None:
+        changes = Changes()
+        for reservation in reservations:
+            changes.add(self.catalog.abort(reservation.token))
+        self._carry_out(changes)
 
     def check_reservation(self, message: protocol.CheckReservation, _request: Request) -> protocol.Ok:
         """Is a writer's token still good?"""
@@ -224,40 +271,49 @@ class IndexProcess:
     async def publish(self, message: protocol.Publish, _request: Request) -> protocol.Ok:
         """A node is complete."""
         reservation = self.catalog.reservations.by_token.get(message.token)
-        if reservation is None or message.location.server not in self.catalog.accounts:
-            # A file is found by its tier's next sweep; a slab of an arena is free again.
-            self.actor.cast(message.location.server, protocol.Free(locations=[message.location]))
+        if reservation is None and message.token >> 32 != self._epoch:
+            return await self._publish_unknown(message)
+        if reservation is None:  # given up, its place may be somebody else's by now
             raise NotFound(f"no reservation {message.token}")
         changes = self.catalog.publish(reservation, message.location, time.time())
         for reason in changes.saved:
             self.counters[f"saves_{reason.value}"] += 1
-        for location in changes.committed:
-            self.actor.cast(location.server, protocol.Committed(location=location))
-        self._wake(reservation.node.key)
-        await self._carry_out(changes)
+        self.counters["duplicate_dropped"] += message.adopted
+        self._carry_out(changes)
+        if message.location in changes.frees:
+            raise NotFound("what this node goes on from is not stored any more")
         return protocol.Ok()
 
-    def _wake(self, key: bytes) -> None:
-        if (event := self._published.pop(key, None)) is not None:
-            event.set()
+    async def _publish_unknown(self, message: protocol.Publish) -> protocol.Ok:
+        """Promised by an index that has died since: the tier looks, and reports what is there."""
+        where = message.location
+        place = (where.server, where.offset, where.name)
+        landed = self._landed.setdefault(place, asyncio.Event())
+        self.actor.cast(where.server, protocol.Committed(location=where))
+        await _within(landed.wait(), PUBLISH_DEADLINE_S)
+        self._landed.pop(place, None)
+        if not landed.is_set():
+            self.actor.cast(where.server, protocol.Free(locations=[where]))
+            raise NotFound(f"no reservation {message.token}")
+        return protocol.Ok()
 
     def abort(self, message: protocol.Abort, _request: Request) -> None:
-        """Promises are given back."""
+        """Promises are given back. Who drops a save counts it; one that failed is counted here."""
+        changes = Changes()
         for token in message.tokens:
-            reservation = self.catalog.abort(token)
-            if reservation is not None:
-                self._wake(reservation.node.key)
-                if reservation.location is not None:
-                    self.actor.cast(reservation.server, protocol.Free(locations=[reservation.location]))
+            is_open = token in self.catalog.reservations.by_token
+            self.counters["saves_dropped"] += is_open and message.reason == "failed"
+            changes.add(self.catalog.abort(token))
+        self._carry_out(changes)
 
     def add_mark(self, message: protocol.AddMark, _request: Request) -> protocol.Ok:
         """Name a point of a stored node."""
-        is_new = message.key not in self.catalog.marks and message.key not in self.catalog.nodes
         mark = Mark(message.key, message.tokens, message.reason, message.pinned)
-        if not self.catalog.add_mark(message.node_key, mark):
-            raise NotFound("the node of the mark is not stored")
-        if is_new or message.reason is SaveReason.AGENT_PREFIX:
-            self.counters[f"saves_{message.reason.value}"] += 1
+        is_new = self.catalog.add_mark(message.node_key, mark)
+        if is_new is None:
+            raise NotFound("the mark names no point of a stored node")
+        self.counters[f"saves_{message.reason.value}"] += is_new
+        self._touch_shortly()
         return protocol.Ok()
 
     # --- eviction
@@ -270,48 +326,64 @@ class IndexProcess:
             kinds = set(message.tiers) if message.tiers is not None else {tier.value for tier in Tier}
             if unknown := kinds - {tier.value for tier in Tier}:
                 raise ProtocolError(f"tiers: {sorted(unknown)} are no tiers", hint="use ram, ram_file, disk")
-            servers = [server for server, account in self.catalog.accounts.items() if account.kind.value in kinds]
+            servers = [one.server for one in self.catalog.stored.accounts.values() if one.kind.value in kinds]
         changes = self.catalog.evict(servers, message.bytes, time.time())
-        self.counters["evictions"] += changes.evicted
         evicted = protocol.Evicted(rows=changes.evicted, bytes=changes.dropped_bytes)
-        await self._carry_out(changes, give_back=True)
+        for deletion in self._carry_out(changes, give_back=True):
+            await deletion
         return evicted
 
-    async def _carry_out(self, changes: Changes, *, give_back: bool = False) -> None:
-        """Have the tiers delete what has left the index."""
-        for server, locations in changes.deletes.items():
-            peer = self.actor.peers.get(server)
-            if peer is None:
-                continue
-            room = protocol.Room(
-                owner=self.actor.id, owner_incarnation=self.actor.incarnation, deletes=locations, names=[], sizes=[],
-                give_back=give_back,
-            )  # fmt: skip
-            try:
-                await peer.call(room, protocol.Roomed, deadline_s=ROOM_DEADLINE_S)
-            except BarrelError as error:
-                self.actor.log.warning("delete.failed", server=server, code=error.code)
+    def _carry_out(self, changes: Changes, *, give_back: bool = False) -> "list[asyncio.Task[None]]":
+        """Tell tiers and waiters what has changed; the tasks end when the tiers have deleted."""
+        self.counters["evictions"] += changes.evicted
+        for location in changes.committed:
+            self.actor.cast(location.server, protocol.Committed(location=location))
+        for location in changes.frees:
+            self.actor.cast(location.server, protocol.Free(locations=[location]))
+        for key in changes.settled:
+            if (event := self._settled.pop(key, None)) is not None:
+                event.set()
+        return [
+            self.actor.spawn(self._delete(server, locations, give_back))
+            for server, locations in changes.deletes.items()
+        ]
+
+    async def _delete(self, server: str, locations: list[Location], give_back: bool) -> None:
+        peer = self.actor.peers.get(server)
+        if peer is None:
+            return  # its bytes are gone with it, or it reports them again
+        room = protocol.Room(
+            owner=self.actor.id, owner_incarnation=self.actor.incarnation, deletes=locations, names=[], sizes=[],
+            give_back=give_back,
+        )  # fmt: skip
+        try:
+            await peer.call(room, protocol.Roomed)
+        except BarrelError as error:
+            self.actor.log.warning("delete.failed", server=server, code=error.code)
 
     # --- tiers and deaths
 
     async def replay(self, message: protocol.Replay, _request: Request) -> protocol.Ok:
         """A tier reports what it holds."""
-        account = self.catalog.accounts.get(message.server)
+        catalog, changes, now_s = self.catalog, Changes(), time.time()
+        account = catalog.stored.accounts.get(message.server)
         if account is None or account.incarnation != message.incarnation:
-            if account is not None:
-                await self._carry_out(self.catalog.close_tier(message.server))
-            self.catalog.open_tier(message.server, message.kind, message.quota_bytes, message.incarnation, message.note)
-        changes, now_s = Changes(), time.time()
+            changes.add(catalog.close_tier(message.server))
+            catalog.stored.open_tier(
+                message.server, message.kind, message.quota_bytes, message.incarnation, message.note
+            )
         for row in message.rows:
-            _add(changes, self.catalog.restore_row(row, now_s))
+            changes.add(catalog.restore_row(row, now_s))
+            self._land(row.location)
         self._release_leases(message)
         if message.last:
-            self.catalog.accounts[message.server].replayed = True
-            _add(changes, self._all_replayed())
-            over = self.catalog.make_room(message.server, 0, now_s, frozenset())[1]
-            self.counters["evictions"] += over.evicted
-            _add(changes, over)
-        await self._carry_out(changes)
+            catalog.stored.accounts[message.server].replayed = True
+            if self._expected <= {one.server for one in catalog.stored.accounts.values() if one.replayed}:
+                self._replayed.set()
+                changes.add(catalog.stored.drop_orphans())
+            changes.add(catalog.make_room(message.server, 0, now_s)[1])
+        for deletion in self._carry_out(changes):
+            await deletion
         return protocol.Ok()
 
     def _release_leases(self, message: protocol.Replay) -> None:
@@ -321,66 +393,70 @@ class IndexProcess:
             if peer is None or peer.incarnation != incarnation:
                 self.actor.cast(message.server, protocol.Free(locations=[location]))
 
-    def _all_replayed(self) -> Changes:
-        up = {server for server, account in self.catalog.accounts.items() if account.replayed}
-        if not self._expected <= up:
-            return Changes()
-        self._replayed.set()
-        return self.catalog.drop_orphans()
+    def _land(self, location: Location) -> None:
+        landed = self._landed.get((location.server, location.offset, location.name))
+        if landed is not None:
+            landed.set()
 
     async def adopt(self, message: protocol.Adopt, _request: Request) -> protocol.Ok:
-        """A complete file that no reservation led to."""
-        row = message.row
-        if row.key in self.catalog.nodes and row.location.server in self.catalog.nodes[row.key].copies:
-            return protocol.Ok()
-        if (reservation := self.catalog.reservations.by_key.get(row.key)) is not None:
-            self.catalog.abort(reservation.token)
-        changes = self.catalog.restore_row(row, time.time())
-        refused = row.location in changes.deletes.get(row.location.server, [])
-        self._wake(row.key)
-        if row.key not in self.catalog.nodes and row.parent_key is not None:
-            _add(changes, self.catalog.drop_orphans())
-            refused = True
-        await self._carry_out(changes)
-        if refused:
+        """A complete image that no reservation led to."""
+        location = message.row.location
+        changes = self.catalog.restore_row(message.row, time.time())
+        is_refused = location in changes.deletes.get(location.server, [])
+        if is_refused:
+            changes.deletes[location.server].remove(location)  # the tier deletes it when it hears no
+        else:
+            self._land(location)
+            if message.row.parent_key in self.catalog.stored.orphans:
+                self.actor.loop.call_later(ORPHAN_S, self._drop_orphans)
+        for deletion in self._carry_out(changes):
+            await deletion
+        if is_refused:
             raise NotFound("the row belongs to nothing that is stored")
         return protocol.Ok()
+
+    def _drop_orphans(self) -> None:
+        if self._replayed.is_set():
+            self._carry_out(self.catalog.stored.drop_orphans())
 
     def lost(self, message: protocol.Lost, _request: Request) -> None:
         """Copies are gone or unreadable."""
         for key in message.keys:
-            changes = self.catalog.lose(message.server, key)
             self.counters["corrupt_files"] += message.corrupt
-            if changes.deletes:
-                self.actor.spawn(self._carry_out(changes))
+            self._carry_out(self.catalog.lose(message.server, key))
 
     def peer_down(self, down: protocol.Down) -> None:
         """Release what a dead incarnation held."""
-        account = self.catalog.accounts.get(down.id)
+        account = self.catalog.stored.accounts.get(down.id)
         if account is not None and account.incarnation == down.incarnation:
-            self.actor.spawn(self._carry_out(self.catalog.close_tier(down.id)))
+            self._carry_out(self.catalog.close_tier(down.id))
             return
         for reservation in self.catalog.release_owner(down.id, down.incarnation):
             if reservation.location is not None and reservation.location.name:
-                self.actor.loop.call_later(LATE_WRITE_S, self._give_up, reservation.token)
+                self.actor.loop.call_later(LATE_WRITE_S, self._abort, [reservation])
             else:
-                self._give_up(reservation.token)
+                self._abort([reservation])
 
-    def _give_up(self, token: int) -> None:
-        reservation = self.catalog.abort(token)
-        if reservation is not None:
-            self._wake(reservation.node.key)
-            if reservation.location is not None:
-                self.actor.cast(reservation.server, protocol.Free(locations=[reservation.location]))
+    def _expire(self) -> None:
+        self._abort(self.catalog.expired(time.monotonic() - RESERVATION_S))
+
+    def _touch_shortly(self) -> None:
+        """Marks and pins are somebody's order, unlike recency: they do not wait for the next round."""
+        if not self._touch_soon:
+            self._touch_soon = True
+            self.actor.loop.call_later(0.1, self.touch)
 
     def touch(self) -> None:
         """Tell the tiers about recency, hits, marks and pins that have moved."""
-        touched, self.catalog.touched = self.catalog.touched, set()
+        self._touch_soon = False
+        stored = self.catalog.stored
+        touched, stored.touched = stored.touched, set()
         for key in touched:
-            node = self.catalog.nodes.get(key)
+            node = stored.nodes.get(key)
             for location in node.copies.values() if node is not None else ():
                 assert node is not None
-                self.actor.cast(location.server, _touch(node, location))
+                if not self.actor.cast(location.server, index_rows.touch_of(node, location)):
+                    stored.touched.add(key)  # it reads nothing at the moment: next time
 
     async def drain(self, _actor: Actor) -> None:
         """Nothing may be forgotten at a stop."""
@@ -397,38 +473,44 @@ class IndexProcess:
     def values(self) -> dict[str, int]:
         """Every counter; byte gauges from the accounts."""
         by_kind = dict.fromkeys(Tier, 0)
-        for account in self.catalog.accounts.values():
+        for account in self.catalog.stored.accounts.values():
             by_kind[account.kind] += account.stored_bytes
         return dict(self.counters) | {f"bytes_{kind.value}": count for kind, count in by_kind.items()}
 
     def dump(self, message: protocol.Dump, _request: Request) -> protocol.DumpRows:
-        """The rows, last use first."""
-        now_s, rows = time.time(), []
-        for node in self.catalog.rows():
-            for location in node.copies.values():
-                kind = self.catalog.accounts[location.server].kind
-                if message.tier in (None, kind.value):
-                    rows += _dump_rows(node, location, kind, now_s)
-            if message.limit and len(rows) >= message.limit:
-                return protocol.DumpRows(rows=rows[: message.limit])
+        """The rows, last use first, then those that are being written."""
+        kinds = {one.server: one.kind for one in self.catalog.stored.accounts.values()}
+        rows: list[protocol.DumpRow] = []
+        # With a tier named, its rows may all lie behind those of others.
+        for node in self.catalog.latest(0 if message.tier else message.limit):
+            rows += index_rows.rows_of(node, kinds, time.time())
         for reservation in self.catalog.reservations.by_token.values():
-            rows.append(_writing_row(reservation, self.catalog.accounts[reservation.server].kind))
-        return protocol.DumpRows(rows=rows)
+            rows.append(index_rows.writing_row(reservation, kinds[reservation.server]))
+        if message.tier:
+            rows = [row for row in rows if row.tier == message.tier]
+        return protocol.DumpRows(rows=rows[: message.limit] if message.limit else rows)
 
     def stats(self, _message: protocol.CacheStats, _request: Request) -> protocol.CacheStatsReply:
-        """The tiers' accounts."""
+        """The tiers' accounts; of a tier that is down, that it is."""
+        stored = self.catalog.stored
         tiers = [
             protocol.TierStats(
                 server=a.server, kind=a.kind.value, quota_bytes=a.quota_bytes, stored_bytes=a.stored_bytes,
                 reserved_bytes=a.reserved_bytes, rows=a.rows, up=a.server in self.actor.peers, note=a.note,
             )
-            for a in self.catalog.accounts.values()
+            for a in stored.accounts.values()
         ]  # fmt: skip
+        for server in sorted(self._expected - stored.accounts.keys()):
+            tier = self.actor.boot.settings["tiers"][server.removeprefix("tier:")]
+            tiers.append(
+                protocol.TierStats(
+                    server=server, kind=tier.get("kind", server.removeprefix("tier:")),
+                    quota_bytes=tier["quota_bytes"], stored_bytes=0, reserved_bytes=0, rows=0, up=False,
+                    note="is not running",
+                )
+            )  # fmt: skip
         return protocol.CacheStatsReply(
-            tiers=tiers,
-            namespaces=len(self.catalog.trees),
-            nodes=len(self.catalog.nodes),
-            marks=len(self.catalog.marks),
+            tiers=tiers, namespaces=len(stored.trees), nodes=len(stored.nodes), marks=len(stored.marks)
         )
 
 
@@ -438,58 +520,6 @@ async def _within(what: Awaitable[object], timeout_s: float) -> None:
         await asyncio.wait_for(what, timeout_s)
     except TimeoutError:
         return
-
-
-def _via(found: Found) -> str:
-    if found.is_whole:
-        return "exact"
-    if found.parent_tokens and found.steps:
-        last = found.steps[-1].node
-        deepest = last.end_tokens if found.steps[-1].matched_bytes == len(last.text) else last.start_tokens
-        if found.parent_tokens >= deepest:
-            return "parent"
-    return "longest" if found.steps else "none"
-
-
-def _add(target: Changes, more: Changes) -> None:
-    for server, locations in more.deletes.items():
-        target.deletes.setdefault(server, []).extend(locations)
-    target.committed += more.committed
-    target.saved += more.saved
-    target.evicted += more.evicted
-    target.dropped_bytes += more.dropped_bytes
-
-
-def _touch(node: Node, location: Location) -> protocol.Touch:
-    return protocol.Touch(
-        location=location, last_used_unix_s=node.last_used_unix_s, hits=round(node.hits),
-        marks=[(mark.key, mark.tokens, mark.reason.value, mark.pinned) for mark in node.marks], pinned=node.pinned,
-    )  # fmt: skip
-
-
-def _dump_rows(node: Node, location: Location, kind: Tier, now_s: float) -> list[protocol.DumpRow]:
-    words = b" ".join(node.text.split()[:FIRST_WORDS]).decode(errors="replace")
-    age_s = max(0.0, now_s - node.last_used_unix_s)
-    where = location.name or f"offset {location.offset}"
-
-    def row(key: bytes, tokens: int, reason: SaveReason, pinned: bool, size_bytes: int) -> protocol.DumpRow:
-        return protocol.DumpRow(
-            key=key, parent_key=node.parent_key, model_id=node.model_id, tier=kind.value, size_bytes=size_bytes,
-            tokens=tokens, text_bytes=node.text_end, status="available", reason=reason.value, hits=round(node.hits),
-            refcount=node.claims, pinned=pinned, age_s=age_s, location=where, first_words=words,
-        )  # fmt: skip
-
-    marks = [row(mark.key, mark.tokens, mark.reason, mark.pinned, 0) for mark in node.marks]
-    return [row(node.key, node.end_tokens, node.reason, node.is_pinned, location.size_bytes), *marks]
-
-
-def _writing_row(reservation: Reservation, kind: Tier) -> protocol.DumpRow:
-    new = reservation.node
-    return protocol.DumpRow(
-        key=new.key, parent_key=new.parent_key, model_id=reservation.model_id, tier=kind.value, size_bytes=new.size_bytes,
-        tokens=new.start_tokens + len(new.token_ids) // 4, text_bytes=len(new.text), status="writing",
-        reason=new.reason.value, hits=0, refcount=0, pinned=new.pinned, age_s=0.0, location="",
-    )  # fmt: skip
 
 
 def main() -> int:

@@ -1,0 +1,58 @@
+"""The index's nodes and reservations as others see them: rows of a dump, and what a tier keeps in a trailer. Pure.
+
+A row is a copy of a node, or a mark in it. A mark has no bytes of its own.
+"""
+
+from collections.abc import Mapping
+
+from barrel_inference import protocol
+from barrel_inference.protocol import Location, SaveReason, Tier
+from barrel_inference.tiers.prefix_tree import Node
+from barrel_inference.tiers.reservations import Reservation
+from barrel_inference.tiers.stored import bytes_inside
+
+FIRST_WORDS = 6
+
+
+def touch_of(node: Node, location: Location) -> protocol.Touch:
+    """What a tier keeps beside an image."""
+    return protocol.Touch(
+        location=location, last_used_unix_s=node.last_used_unix_s, hits=round(node.hits),
+        marks=[(mark.key, mark.tokens, mark.reason.value, mark.pinned) for mark in node.marks], pinned=node.pinned,
+    )  # fmt: skip
+
+
+def rows_of(node: Node, kinds: Mapping[str, Tier], now_s: float) -> list[protocol.DumpRow]:
+    """The rows of a node: each copy, and the marks in each."""
+    words = b" ".join(node.text.split(maxsplit=FIRST_WORDS)[:FIRST_WORDS]).decode(errors="replace")
+    age_s = max(0.0, now_s - node.last_used_unix_s)
+    start_bytes = node.text_end - len(node.text)
+    rows = []
+    for location in node.copies.values():
+
+        def row(
+            key: bytes, tokens: int, text_bytes: int, reason: SaveReason, pinned: bool, size_bytes: int,
+            location: Location = location,
+        ) -> protocol.DumpRow:  # fmt: skip
+            return protocol.DumpRow(
+                key=key, parent_key=node.parent_key, model_id=node.model_id, tier=kinds[location.server].value,
+                size_bytes=size_bytes, tokens=tokens, text_bytes=text_bytes, status="available", reason=reason.value,
+                hits=round(node.hits), refcount=node.claims, pinned=pinned, age_s=age_s,
+                location=location.name or f"offset {location.offset}", first_words=words,
+            )  # fmt: skip
+
+        rows.append(row(node.key, node.end_tokens, node.text_end, node.reason, node.is_pinned, location.size_bytes))
+        for mark in node.marks:
+            text_bytes = start_bytes + bytes_inside(node, mark.tokens)
+            rows.append(row(mark.key, mark.tokens, text_bytes, mark.reason, mark.pinned, 0))
+    return rows
+
+
+def writing_row(reservation: Reservation, kind: Tier) -> protocol.DumpRow:
+    """A node on its way."""
+    new = reservation.node
+    return protocol.DumpRow(
+        key=new.key, parent_key=new.parent_key, model_id=reservation.model_id, tier=kind.value, size_bytes=new.size_bytes,
+        tokens=reservation.end_tokens, text_bytes=len(new.text), status="writing",
+        reason=new.reason.value, hits=0, refcount=0, pinned=new.pinned, age_s=0.0, location="",
+    )  # fmt: skip
