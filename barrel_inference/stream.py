@@ -34,6 +34,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         self._tally = Tally()
         self._token_ids: list[int] = []
         self._text_bytes = 0
+        self._span_ends = 0
         self._seed: int | None = None
         self._unread: deque[StreamEvent] = deque()
         self._progress: Progress | None = None
@@ -158,7 +159,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
 
     async def _resumed(self) -> Complete:
         """The request with what was delivered; a continuation's suffix is tokenised first, as its session would have."""
-        delivered = Delivered(tuple(self._token_ids), self._text_bytes, self._seed)
+        delivered = Delivered(tuple(self._token_ids), self._text_bytes, self._seed, self._span_ends)
         suffix_ids: list[int] | None = None
         original = self._request
         if original.mode == "continue" and resubmission.is_restartable(original):
@@ -179,6 +180,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             event = codec.decode(body, TokenEvent)
             self._token_ids += event.token_ids
             self._text_bytes += len(event.data)
+            self._span_ends += kind.endswith("_end")
             self._seed = event.seed if event.seed is not None else self._seed
             self._unread.append(event_of(kind, event))
         self._arrived.set()
