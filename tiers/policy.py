@@ -4,6 +4,7 @@ The gates and their defaults are those of the caching guide. `None` in a mapping
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,11 @@ class Policy:
     min_tokens: float = 512  # nothing shorter is saved; inf = nothing at all
     cold_min_tokens: float = 512
     cold_max_tokens: float = 30_000
-    continued_interval: int = 2048
+    continued_interval: float = 2048
     boundary_trim_tokens: int = 32
     boundary_align_tokens: int = 2048
     session_resume_wait_ms: int = 500
-    min_reuse_tokens: int = _DEFAULT_REUSE_TOKENS
+    min_reuse_tokens: int = _DEFAULT_REUSE_TOKENS  # `sys.maxsize` for inf: whole prompts only
     prefill_chunk_size: int = 128
     store_logits: bool = False
 
@@ -46,22 +47,22 @@ class Policy:
         return tokens >= self.min_tokens
 
 
-_COUNTS = ("min_tokens", "cold_min_tokens", "cold_max_tokens")  # may be infinite
-_AT_LEAST = {
-    "continued_interval": 1,
-    "boundary_trim_tokens": 0,
-    "boundary_align_tokens": 1,
-    "session_resume_wait_ms": 0,
-    "min_reuse_tokens": 1,
+# The least that a gate may be, and whether it may be infinite.
+_COUNTS = {
+    "min_tokens": (0, True),
+    "cold_min_tokens": (0, True),
+    "cold_max_tokens": (0, True),
+    "continued_interval": (1, True),
+    "boundary_trim_tokens": (0, False),
+    "boundary_align_tokens": (1, False),
 }
+# These have a default of their own, which may depend on others.
+_OPTIONAL = {"session_resume_wait_ms": (0, False), "min_reuse_tokens": (1, True), "prefill_chunk_size": (1, True)}
 
 
 def validate(mapping: Mapping[str, Any]) -> list[str]:
     """Every problem of a complete set of gates, each naming its key and value."""
-    problems = []
-    for name in (*_COUNTS, *(name for name in _AT_LEAST if name not in ("min_reuse_tokens", "session_resume_wait_ms"))):
-        if name not in mapping:
-            problems.append(f"policy.{name} is missing")
+    problems = [f"policy.{name} is missing" for name in _COUNTS if name not in mapping]
     for name, value in mapping.items():
         problems += _problem(name, value)
     low, high = _number(mapping.get("cold_min_tokens", 0)), _number(mapping.get("cold_max_tokens", None))
@@ -79,20 +80,20 @@ def make(mapping: Mapping[str, Any], *, n_batch: int) -> Policy:
     if problems := validate(mapping):
         raise InvalidArgument("; ".join(problems))
     min_tokens = _number(mapping["min_tokens"])
-    reuse = mapping.get("min_reuse_tokens")
+    reuse = _number(mapping.get("min_reuse_tokens", min(_DEFAULT_REUSE_TOKENS, min_tokens)))
     wait_ms = mapping.get("session_resume_wait_ms")
     chunk = mapping.get("prefill_chunk_size", max(64, n_batch // 4))
     return Policy(
         min_tokens=min_tokens,
         cold_min_tokens=_number(mapping["cold_min_tokens"]),
         cold_max_tokens=_number(mapping["cold_max_tokens"]),
-        continued_interval=mapping["continued_interval"],
+        continued_interval=_number(mapping["continued_interval"]),
         boundary_trim_tokens=mapping["boundary_trim_tokens"],
         boundary_align_tokens=mapping["boundary_align_tokens"],
         session_resume_wait_ms=500 if wait_ms is None else wait_ms,
-        min_reuse_tokens=max(1, int(min(_DEFAULT_REUSE_TOKENS, min_tokens)) if reuse is None else reuse),
-        prefill_chunk_size=n_batch if chunk is None or chunk == math.inf else int(chunk),
-        store_logits=bool(mapping.get("store_logits", False)),
+        min_reuse_tokens=sys.maxsize if reuse == math.inf else max(1, int(reuse)),
+        prefill_chunk_size=n_batch if chunk is None or chunk == math.inf else chunk,
+        store_logits=mapping.get("store_logits", False),
     )
 
 
@@ -103,17 +104,14 @@ def _number(value: int | float | None) -> float:
 def _problem(name: str, value: Any) -> list[str]:
     if name == "store_logits":
         return [] if isinstance(value, bool) else [f"policy.store_logits = {value!r} is not true or false"]
-    if name in _COUNTS or name == "prefill_chunk_size":
-        least = 1 if name == "prefill_chunk_size" else 0
-        if value is None or value == math.inf:
-            return []
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            return []
-        return [f"policy.{name} = {value!r} is neither a whole number of at least {least} nor inf"]
-    if name in _AT_LEAST:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= _AT_LEAST[name]:
-            return []
-        if value is None and name in ("session_resume_wait_ms", "min_reuse_tokens"):
-            return []
-        return [f"policy.{name} = {value!r} is no whole number of at least {_AT_LEAST[name]}"]
-    return [f"policy.{name} = {value!r} is no gate"]
+    limits = _COUNTS.get(name) or _OPTIONAL.get(name)
+    if limits is None:
+        return [f"policy.{name} = {value!r} is no gate"]
+    least, may_be_infinite = limits
+    if value is None and (may_be_infinite or name in _OPTIONAL):
+        return []
+    if may_be_infinite and value == math.inf:
+        return []
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return []
+    return [f"policy.{name} = {value!r} is no whole number of at least {least}{' or inf' if may_be_infinite else ''}"]
