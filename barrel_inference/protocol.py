@@ -422,7 +422,9 @@ class Resume(Message, frozen=True):
     attempt: int
     token_ids: list[int]
     text_bytes: Count  # bytes of text events delivered
-    seed: int
+    seed: int | None  # None: no event told it
+    span_ends: Count = 0  # events `thinking_end` and `tool_call_end` delivered
+    deaths: Count = 0  # of a model while it computed this request
 
 
 class Complete(Message, frozen=True):

@@ -11,8 +11,10 @@ from barrel_inference.protocol import Complete, Resume
 # A request whose model died each of these times is taken for the cause.
 MAX_MODEL_DEATHS = 3
 
-# The router holds nothing that a request could break; this only bounds a runtime that keeps falling over.
+# Neither the router nor a model that computed somebody else's request died of this one; these only bound a runtime that
+# keeps falling over.
 MAX_CONNECTION_LOSSES = 8
+MAX_BYSTANDER_DEATHS = 16
 
 
 class ConnectionLost(Exception):
@@ -23,13 +25,14 @@ class ConnectionLost(Exception):
 class Tally:
     """What one request has been through."""
 
-    model_deaths: int = 0  # of a model that had it
+    model_deaths: int = 0  # of a model that computed it
     connection_losses: int = 0
+    bystander_deaths: int = 0  # of a model in which it waited
 
     @property
     def survived(self) -> int:
         """How often a dead process was survived."""
-        return self.model_deaths + self.connection_losses
+        return self.model_deaths + self.connection_losses + self.bystander_deaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Delivered:
     token_ids: tuple[int, ...] = ()
     text_bytes: int = 0
     seed: int | None = None
+    span_ends: int = 0
 
 
 def after(failure: BarrelError | ConnectionLost, tally: Tally, *, retry: bool) -> Tally:
@@ -55,6 +59,10 @@ def after(failure: BarrelError | ConnectionLost, tally: Tally, *, retry: bool) -
         raise failure
     if not failure.details.get("accepted", True):
         return tally  # it was refused because the model is on its way up: no death of its own
+    if not failure.details.get("computing", True):
+        if tally.bystander_deaths >= MAX_BYSTANDER_DEATHS:
+            raise failure
+        return replace(tally, bystander_deaths=tally.bystander_deaths + 1)
     tally = replace(tally, model_deaths=tally.model_deaths + 1)
     if tally.model_deaths >= MAX_MODEL_DEATHS:
         raise ModelFailed(
@@ -90,9 +98,11 @@ def resumed(request: Complete, delivered: Delivered, tally: Tally, *, suffix_ids
             "mode": "complete", "expect_committed": None,
             "prompt": [*(request.expect_committed or ()), *(suffix_ids or ())],
         }  # fmt: skip
-    seed = delivered.seed if delivered.seed is not None else request.sampling.seed
-    if seed is not None:
-        fields["resume"] = Resume(
-            attempt=tally.survived, token_ids=list(delivered.token_ids), text_bytes=delivered.text_bytes, seed=seed
-        )
+    # It was admitted once: others that came back faster are no reason to refuse it now.
+    fields["on_full"] = "block"
+    fields["resume"] = Resume(
+        attempt=tally.survived, token_ids=list(delivered.token_ids), text_bytes=delivered.text_bytes,
+        seed=delivered.seed if delivered.seed is not None else request.sampling.seed, span_ends=delivered.span_ends,
+        deaths=tally.model_deaths,
+    )  # fmt: skip
     return Complete(**fields)

@@ -13,6 +13,7 @@ from barrel_inference.errors import (
 )
 from barrel_inference.protocol import Complete, Sampling
 from barrel_inference.resubmission import (
+    MAX_BYSTANDER_DEATHS,
     MAX_CONNECTION_LOSSES,
     MAX_MODEL_DEATHS,
     ConnectionLost,
@@ -72,6 +73,22 @@ def test_a_deadly_request_is_given_up() -> None:
     assert (caught.value.code, caught.value.retryable) == ("model_down", False)
 
 
+def test_a_bystander_is_not_given_up() -> None:
+    """A request that only waited in the models that died is not taken for the cause, and waits its turn again."""
+    waited = ModelDown("model 'tiny' died", accepted=True, computing=False)
+    tally = Tally()
+    for _ in range(MAX_BYSTANDER_DEATHS):
+        tally = after(waited, tally, retry=True)
+    assert after(DIED, tally, retry=True).model_deaths == 1
+    with pytest.raises(ModelDown):
+        after(waited, tally, retry=True)
+
+
+def test_an_admitted_request_is_not_refused_for_lack_of_room() -> None:
+    """The second attempt waits for a sequence, whatever the first was to do: it had one."""
+    assert resumed(Complete(prompt="Once", on_full="error"), Delivered(), Tally(1)).on_full == "block"
+
+
 def test_lost_connections_are_no_fault_of_the_request() -> None:
     """Router deaths do not use up a request's three attempts, and are bounded too."""
     tally = Tally()
@@ -98,7 +115,9 @@ def test_resume_says_what_was_delivered() -> None:
 
 def test_nothing_delivered() -> None:
     """Without an event nobody knows a random seed, and nothing depends on it; a given seed is kept."""
-    assert resumed(Complete(prompt="Once"), Delivered(), Tally(1)).resume is None
+    fresh = resumed(Complete(prompt="Once"), Delivered(), Tally(1)).resume
+    assert fresh is not None
+    assert (fresh.attempt, fresh.deaths, fresh.token_ids, fresh.seed) == (1, 1, [], None)
     seeded = resumed(Complete(prompt="Once", sampling=Sampling(seed=7)), Delivered(), Tally(1))
     assert seeded.resume is not None
     assert seeded.resume.seed == 7

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barrel_inference.workers.model.text import Markers, Piece, Scanner, held_back, unfinished_utf8
+from barrel_inference.workers.model.text import Markers, Piece, Scanner, held_back, undelivered, unfinished_utf8
 
 THINK = Markers(thinking=(b"<think>", b"</think>"), tool_call=(b"<tool>", b"</tool>"))
 
@@ -109,3 +109,13 @@ def test_pieces_do_not_depend_on_the_split(text: str, cuts: list[int], stops: tu
         piece.data.decode()
     ids = [token for piece in pieces for token in piece.token_ids]
     assert ids == list(range(len(ids)))
+
+
+def test_undelivered() -> None:
+    """Bytes and ends that had arrived are left out, in the order in which they were sent; ids are not named again."""
+    pieces = [Piece("thinking", b"abc", (1,)), Piece("thinking_end", b""), Piece("token", b"de", (2,))]
+    assert undelivered(pieces, 0, 0) == [Piece("thinking", b"abc"), Piece("thinking_end", b""), Piece("token", b"de")]
+    assert undelivered(pieces, 2, 0) == [Piece("thinking", b"c"), Piece("thinking_end", b""), Piece("token", b"de")]
+    assert undelivered(pieces, 3, 0) == [Piece("thinking_end", b""), Piece("token", b"de")]
+    assert undelivered(pieces, 3, 1) == [Piece("token", b"de")]
+    assert undelivered(pieces, 5, 1) == []

@@ -80,6 +80,26 @@ def first_of(data: bytes, patterns: Sequence[bytes]) -> tuple[int, bytes] | None
     return position, pattern
 
 
+def undelivered(pieces: Sequence[Piece], data_bytes: int, span_ends: int) -> list[Piece]:
+    """What is left of a reply's pieces after their first `data_bytes` bytes and `span_ends` ends of spans.
+
+    Their token ids count as delivered: they are those of tokens that the caller has named.
+    """
+    left: list[Piece] = []
+    for piece in pieces:
+        if piece.kind in _CLOSED_BY.values():
+            if span_ends:
+                span_ends -= 1
+                continue
+            left.append(Piece(piece.kind, b""))
+            continue
+        skip = min(data_bytes, len(piece.data))
+        data_bytes -= skip
+        if skip < len(piece.data):
+            left.append(Piece(piece.kind, piece.data[skip:]))
+    return left
+
+
 @dataclass(slots=True)
 class Scanner:
     """Feed it each token's bytes; it returns the events that are certain by now."""
