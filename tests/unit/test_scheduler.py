@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from barrel_inference import config
-from barrel_inference.errors import ContextOverflow, NoSession, SeqCapacity, StickyBusy, TranscriptMismatch
-from barrel_inference.protocol import Complete, HitKind, SaveReason
+from barrel_inference.errors import (
+    ContextOverflow,
+    DecodeTimeout,
+    NoSession,
+    SeqCapacity,
+    StickyBusy,
+    TranscriptMismatch,
+)
+from barrel_inference.protocol import Complete, HitKind, Resume, Sampling, SaveReason
 from barrel_inference.tiers.policy import Policy
 from barrel_inference.workers.model import engine_stub, options
 from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
+from barrel_inference.workers.model.engine import Row
 from barrel_inference.workers.model.job import Job, Times
 from barrel_inference.workers.model.scheduler import Limits, Scheduler
 from barrel_inference.workers.model.text import Piece, Scanner
@@ -63,18 +71,23 @@ class Recorder:
 class Model:
     """A scheduler with a stub engine, driven from a test."""
 
-    def __init__(self, n_seq_max: int = 1, deterministic: bool = False, **context: object) -> None:
+    def __init__(
+        self, n_seq_max: int = 1, deterministic: bool = False, opts: dict[str, object] | None = None, **context: object
+    ) -> None:
         parsed = options.parse(
             {
                 "backend": "stub",
                 "model_path": "none",
+                "model_opts": opts or {},
                 "context_opts": {"n_ctx": 400, "n_batch": 64, "n_seq_max": n_seq_max, **context},
             },
             SETTINGS,
         )
         self.engine = engine_stub.load(parsed, on_progress=lambda _fraction: None)
         self.io = Recorder()
-        policy = Policy(min_tokens=4, cold_min_tokens=4, boundary_trim_tokens=0, boundary_align_tokens=1, min_reuse_tokens=4)
+        policy = Policy(
+            min_tokens=4, cold_min_tokens=4, boundary_trim_tokens=0, boundary_align_tokens=1, min_reuse_tokens=4
+        )
         limits = Limits(policy, 16, parsed.context.warm, deterministic, 16)
         self.scheduler = self.io.scheduler = Scheduler(self.engine, self.io, limits)
         self.scheduler.start()
@@ -276,17 +289,101 @@ def test_deterministic_requests_take_turns() -> None:
     model.stop()
 
 
-def test_resubmission_continues_after_what_was_delivered(model: Model) -> None:
-    """Delivered tokens count as generated: the rest follows, and nothing is streamed twice."""
-    whole = model.run(PROMPT, 8)
-    job = Job("again", Complete(prompt=PROMPT), PROMPT, b"", 7, 8, Scanner(), Times(0.0), generated=whole.generated[:5])
+# Every token of such a reply is another one: a token that is counted twice, or left out, shows.
+DRAWN = Sampling(temperature=1.0)
+
+
+def resubmit(model: Model, whole: Job, delivered: Resume, *, stops: tuple[bytes, ...] = ()) -> Job:
+    """Send a request again of which `delivered` has arrived."""
+    spec = Complete(prompt=PROMPT, resume=delivered, sampling=DRAWN)
+    job = Job(
+        "again",
+        spec,
+        PROMPT,
+        b"",
+        7,
+        whole.limit_tokens,
+        Scanner(stops),
+        Times(0.0),
+        generated=list(delivered.token_ids),
+    )
     model.io.done[job.id] = threading.Event()
     model.scheduler.post(lambda: model.scheduler.submit(job))
-    model.wait(job)
-    assert job.generated == whole.generated
-    assert bytes(job.scanner.reply) == bytes(whole.scanner.reply)
-    streamed = b"".join(piece.data for piece in model.io.pieces[job.id])
-    assert streamed == b"".join(model.engine.piece(t) for t in whole.generated[5:])
+    return model.wait(job)
+
+
+def streamed(model: Model, job: Job) -> bytes:
+    """Every byte that was sent for a request."""
+    return b"".join(piece.data for piece in model.io.pieces.get(job.id, []))
+
+
+@pytest.mark.parametrize("delivered", range(9))
+def test_resubmission_continues_after_what_was_delivered(model: Model, delivered: int) -> None:
+    """Delivered tokens count as generated: the rest follows, nothing is streamed twice, the result is the same."""
+    whole = model.run(PROMPT, 8, sampling=DRAWN)
+    ids = whole.generated[:delivered]
+    said = b"".join(map(model.engine.piece, ids))
+    job = resubmit(model, whole, Resume(attempt=1, token_ids=ids, text_bytes=len(said), seed=7))
+    assert (job.generated, job.finish_reason) == (whole.generated, "length")
+    assert bytes(job.scanner.reply) == bytes(whole.scanner.reply) == said + streamed(model, job)
+    assert model.io.contexts[job.id] == model.io.contexts[whole.id]
+
+
+def test_resubmission_sends_what_a_delivered_token_had_still_to_say(model: Model) -> None:
+    """A token whose text had arrived in part only is not drawn again; the rest of its text follows."""
+    whole = model.run(PROMPT, 8, sampling=DRAWN)
+    said = b"".join(map(model.engine.piece, whole.generated[:5]))
+    delivered = Resume(attempt=1, token_ids=whole.generated[:5], text_bytes=len(said) - 3, seed=7)
+    job = resubmit(model, whole, delivered)
+    assert said[:-3] + streamed(model, job) == bytes(whole.scanner.reply)
+    assert model.io.pieces[job.id][0].token_ids == ()
+
+
+def test_resubmission_of_a_reply_that_was_complete(model: Model) -> None:
+    """When all had arrived but the end, the end follows, and no token beyond it."""
+    first = model.run(PROMPT, 5, sampling=DRAWN)
+    stop = model.engine.piece(first.generated[2])
+    whole = model.wait(model.send(PROMPT, 5, stops=(stop,), sampling=DRAWN))
+    text = len(bytes(whole.scanner.reply))
+    delivered = Resume(attempt=1, token_ids=whole.generated, text_bytes=text, seed=7)
+    job = resubmit(model, whole, delivered, stops=(stop,))
+    assert (job.finish_reason, job.generated, job.scanner.stopped_by) == ("stop", whole.generated, stop)
+    assert streamed(model, job) == b""
+
+
+def test_long_prefill_never_delays_others_by_more_than_a_slice() -> None:
+    """While another request generates, every call has its row, and at most one slice of the long prompt."""
+    model = Model(n_seq_max=2)
+    calls: list[list[tuple[int, int]]] = []
+    decode = model.engine.decode
+
+    def noted(rows: Sequence[Row]) -> None:
+        calls.append([(row.seq, row.token) for row in rows])
+        decode(rows)
+
+    model.engine.decode = noted  # type: ignore[method-assign]
+    later: list[Job] = []
+    model.io.on_piece = lambda _job: None if later else later.append(model.send(list(range(1000, 1300)), 2))
+    first = model.send(PROMPT, 200)
+    model.wait(first)
+    model.wait(later[0])
+    both = [call for call in calls if any(token >= 1000 and token < 1300 for _, token in call)]
+    together = [call for call in both if any(seq == 0 for seq, _ in call)]
+    assert len(together) > 10
+    assert max(len(call) for call in together) <= 16 + 1
+    model.stop()
+
+
+def test_timed_out_step_is_an_error_and_the_model_serves_on() -> None:
+    """A step that is interrupted ends its request with `decode_timeout`; the next request is answered."""
+    model = Model(opts={"decode_timeout_at": 2})
+    job = model.send(PROMPT)
+    while not (job.error or (model.scheduler.call_began_s and model.engine.calls >= 2)):
+        threading.Event().wait(0.001)
+    model.engine.interrupt()
+    assert isinstance(model.wait(job).error, DecodeTimeout)
+    assert model.run(PROMPT).error is None
+    model.stop()
 
 
 def test_context_that_cannot_fit_is_refused() -> None:

@@ -118,8 +118,9 @@ class CacheClient:
         if end < seam.stored_tokens:
             seam = find_seam(stored[:end], wanted, rendered)
         return Found(
-            match.claim, tuple(stored[:end]), seam, tuple(opened), match.via, match.miss_reason, match.divergence_byte
-        )
+            match.claim, job.salt, tuple(stored[:end]), seam, tuple(opened), match.via, match.miss_reason,
+            match.divergence_byte,
+        )  # fmt: skip
 
     def _on_grid(self, seam: Seam, nodes: Sequence[MatchedNode], wanted: Sequence[int]) -> Seam:
         """Deterministic: the identical prompt, or whole nodes that start and end on the grid; the same tokens always."""

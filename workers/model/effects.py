@@ -33,6 +33,7 @@ class Found:
     """What the index and the tiers have for a prompt."""
 
     claim: int = 0
+    salt: bytes = b""  # of the tenant who asked
     tokens: tuple[int, ...] = ()  # the stored tokens along the path
     seam: Seam = NO_SEAM
     nodes: tuple[StoredNode, ...] = ()

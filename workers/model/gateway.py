@@ -175,7 +175,7 @@ class Gateway:
                 hint="shorten it, or load the model with a larger context_opts.n_ctx",
             )
         resume = spec.resume
-        seed = resume.seed if resume else spec.sampling.seed
+        seed = resume.seed if resume and resume.seed is not None else spec.sampling.seed
         scanner = Scanner(tuple(stop.encode() for stop in spec.stop_sequences if stop), self.markers, spec.thinking)
         limit = (
             0 if spec.mode == "prefill" else room if spec.response_tokens is None else min(room, spec.response_tokens)

@@ -75,13 +75,12 @@ class Job:
     cold_saved: bool = False
     pin_saved: bool = False
     fresh_restore: tuple[tuple[bytes, str], ...] = ()  # copies restored from, until a decode has succeeded on them
-    replayed: int = 0  # delivered tokens of a resubmission, already fed to sampler and scanner
     logprobs: list[dict[str, object]] = field(default_factory=list)
 
     def begin_context(self, head: Sequence[int], rest: Sequence[int]) -> None:
-        """Fix the context: tokens reused from a stored or live prefix, then the caller's own, then what was generated."""
-        self.tokens = [*head, *rest, *self.generated]
-        self.prompt_tokens = len(head) + len(rest)
+        """Fix the context: tokens reused from a stored or live prefix, then the rest of prompt and generated tokens."""
+        self.tokens = [*head, *rest]
+        self.prompt_tokens = len(self.tokens) - len(self.generated)
 
     @property
     def is_running(self) -> bool:

@@ -26,18 +26,18 @@ from barrel_inference.errors import (
 from barrel_inference.protocol import HitKind, Phase, SaveReason
 from barrel_inference.tiers.policy import Policy
 from barrel_inference.workers.model import batch
-from barrel_inference.workers.model.chain import NO_SEAM, common_prefix, find_seam
+from barrel_inference.workers.model.chain import NO_SEAM, common_prefix
+from barrel_inference.workers.model.context import Context
 from barrel_inference.workers.model.effects import Effects, Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Engine, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.job import Job, Stage
 from barrel_inference.workers.model.placement import Abilities, How, Placement, hit_kind, place
-from barrel_inference.workers.model.sequences import Sequence_, SequenceTable, Use
+from barrel_inference.workers.model.restore import Restore, live_part
+from barrel_inference.workers.model.sequences import Sequence_, Use
+from barrel_inference.workers.model.text import Piece, undelivered
 
 # Restores and exports do at most this much per turn while others decode.
 CHORE_BUDGET_S = 0.005
-
-# Snapshots kept per sequence (recurrent models): the save boundary, one before the end, the end.
-KEPT_SNAPSHOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Scheduler:
         self.engine = engine
         self.effects = effects
         self.limits = limits
-        self.table = SequenceTable.of(engine.info.n_seq_max)
+        self.context = Context(engine)
+        self.table = self.context.table
         self.waiting: list[Job] = []  # queued, resolving, placing; in order of arrival
         self.running: dict[int, Job] = {}  # by sequence
         self.found: dict[str, Found] = {}  # by request, until it is placed
         self.active_sessions: set[tuple[str, bytes]] = set()
-        self.snapshots: dict[int, dict[int, bytes]] = {}
         self.restores: dict[int, Generator[None, None, None]] = {}
         self.reclaiming: set[int] = set()
         self.prefilled_tokens = 0
@@ -198,7 +198,7 @@ class Scheduler:
             freed = 0
             for s in self.table.sequences:
                 if s.use is Use.WARM and not s.holds:
-                    self._clear(s)
+                    self.context.clear(s)
                     freed += 1
             done(freed + len(pinned))
 
@@ -364,30 +364,44 @@ class Scheduler:
                 return False
             if s.holds:
                 return False
-            self._clear(s)
+            self.context.clear(s)
         return True
 
     def _occupy(self, job: Job, decision: Placement, found: Found) -> None:
+        """Give a request its sequence, with what the sequence is to hold of the prompt already."""
         s = self.table[decision.target or 0]
-        held_before = len(s.tokens)
         wanted = [*job.prompt, *job.generated]
-        seam = decision.seam
-        if decision.how is How.SHARE:
-            self._clear(s)
-            source = self.table[decision.source or 0]
-            if self.engine.share(source.id, s.id, seam.stored_tokens):
-                s.tokens = source.tokens[: seam.stored_tokens]
-                s.saved_tokens = min(source.saved_tokens, seam.stored_tokens)
-            else:
-                self._clear(s)
-                seam = NO_SEAM
+        if decision.stored:
+            self.context.cut(s, live_part(self.context, s, found))
+            job.begin_context((), wanted)
+        else:
+            self._reuse_live(job, s, decision, found, wanted)
+        s.use, s.salt = Use.BUSY, job.salt
+        if job.spec.session_id:
+            s.session = job.spec.session_id
+        self.table.touch(s.id)
+        job.seq = s.id
+        self.running[s.id] = job
+        if decision.stored:
+            job.stage = Stage.RESTORING
+            restore = Restore(self.context, self.effects, job, s, found, self._able.min_reuse_tokens)
+            self.restores[s.id] = restore.steps(lambda: self._restored(job))
+        else:
+            self.effects.check_in(found, (), ())
+            self._restored(job)
+
+    def _reuse_live(self, job: Job, s: Sequence_, decision: Placement, found: Found, wanted: list[int]) -> None:
+        seam, held_before = decision.seam, len(s.tokens)
+        if decision.how is How.SHARE and not self.context.share(
+            self.table[decision.source or 0], s, seam.stored_tokens
+        ):
+            seam = NO_SEAM
         elif decision.how is How.CLEAR:
-            self._clear(s)
-        head = s.tokens[: seam.stored_tokens]
-        job.begin_context(head, wanted[seam.caller_tokens :])
-        job.prompt_tokens = len(job.tokens) - len(job.generated)
+            self.context.clear(s)
+        job.begin_context(s.tokens[: seam.stored_tokens], wanted[seam.caller_tokens :])
+        # The last token is computed again, for its logits.
         keep = min(seam.stored_tokens, len(job.tokens) - 1)
-        if keep < len(s.tokens) and not self._cut(s, keep):
+        if keep < len(s.tokens) and not self.context.cut(s, keep):
             job.begin_context((), wanted)
             seam = NO_SEAM
         reused = seam.stored_tokens
@@ -398,88 +412,8 @@ class Scheduler:
         job.hit.source = "live" if reused else None
         job.hit.miss_reason = found.miss_reason if not reused else None
         job.hit.divergence_byte = found.divergence_byte
-        s.use, s.salt = Use.BUSY, job.salt
-        if job.spec.session_id:
-            s.session = job.spec.session_id
-        self.table.touch(s.id)
-        job.seq = s.id
-        self.running[s.id] = job
-        job.times.restore_began_s = time.monotonic()
-        if decision.stored and not reused:
-            job.stage = Stage.RESTORING
-            self.restores[s.id] = self._restore(job, s, found)
-        else:
-            self.effects.check_in(found, (), ())
-            self._restored(job)
 
     # --- restoring
-
-    def _restore(self, job: Job, s: Sequence_, found: Found) -> Generator[None, None, None]:
-        """Import the nodes one by one, then cut at the seam; every step leaves a state that can be computed on."""
-        used: list[StoredNode] = []
-        corrupt: list[StoredNode] = []
-        try:
-            for node in found.nodes:
-                if not self._import(s, node, found):
-                    corrupt.append(node)
-                    break
-                used.append(node)
-                yield
-            self._settle(job, s, found, used)
-        finally:  # also when the request ends in the middle
-            self.effects.check_in(found, used, corrupt)
-        job.fresh_restore = tuple((node.key, node.server) for node in used)
-        self._restored(job)
-
-    def _import(self, s: Sequence_, node: StoredNode, found: Found) -> bool:
-        try:
-            taken = self._with_room(lambda: self.engine.import_cells(s.id, node.start, node.end, node.cells))
-        except NoCells:
-            return False
-        if not taken or not node.is_intact():
-            self.engine.cut(s.id, node.start) if node.start else self.engine.clear(s.id)
-            return False
-        s.tokens = list(found.tokens[: node.end])
-        return True
-
-    def _settle(self, job: Job, s: Sequence_, found: Found, used: list[StoredNode]) -> None:
-        """Cut the imported prefix at the seam, or at what could be imported of it."""
-        wanted = [*job.prompt, *job.generated]
-        seam = found.seam
-        if len(s.tokens) < seam.stored_tokens:  # a node was unreadable: what came before it is a shorter match
-            seam = find_seam(s.tokens, wanted, self.engine.rendered)
-        keep = seam.stored_tokens - (1 if seam.caller_tokens == len(wanted) else 0)
-        if self.engine.info.needs_snapshot:
-            keep = self._set_snapshot(s, used, keep)
-            seam = find_seam(s.tokens, wanted, self.engine.rendered) if keep < seam.stored_tokens - 1 else seam
-        elif keep < len(s.tokens) and not self._cut(s, keep):
-            keep = 0
-        if keep <= 0 or (seam.caller_tokens < self._able.min_reuse_tokens and seam.caller_tokens < len(wanted)):
-            self._clear(s)
-            job.begin_context((), wanted)
-            job.hit.miss_reason = "unreadable"
-            return
-        s.saved_tokens = len(s.tokens)
-        job.begin_context(found.tokens[: seam.stored_tokens], wanted[seam.caller_tokens :])
-        job.prompt_tokens = len(job.tokens) - len(job.generated)
-        whole = seam.caller_tokens == len(wanted)
-        job.hit.kind = HitKind.EXACT if whole else HitKind.PARTIAL
-        job.hit.read_tokens = seam.stored_tokens
-        job.hit.retokenised, job.hit.via = seam.retokenised, found.via
-        job.hit.miss_reason = None
-        job.hit.source = used[-1].source if used else None
-
-    def _set_snapshot(self, s: Sequence_, used: list[StoredNode], keep: int) -> int:
-        """Resume at the last snapshot at or before `keep`; returns where that is."""
-        for node in reversed(used):
-            if node.snapshot is not None and node.end <= keep:
-                if self.engine.import_snapshot(s.id, node.end, node.snapshot):
-                    s.tokens = s.tokens[: node.end]
-                    self.snapshots.setdefault(s.id, {})[node.end] = bytes(node.snapshot)
-                    return node.end
-                break
-        self._clear(s)
-        return 0
 
     def _restore_some(self) -> None:
         end_s = time.perf_counter() + CHORE_BUDGET_S
@@ -503,12 +437,25 @@ class Scheduler:
             self._end(job, None, refused)
 
     def _replay(self, job: Job) -> None:
-        """A resubmission: what was delivered counts as generated, through sampler, stops and spans; nothing is sent again."""
-        for number, token in enumerate(job.generated[job.replayed :], job.replayed):
+        """A resubmission: what was delivered counts as generated, through sampler, stops, spans and limits.
+
+        Nothing is sent again; what a delivered token had still to say when the connection broke is sent now.
+        """
+        resume = job.spec.resume
+        if resume is None:
+            return
+        pieces: list[Piece] = []
+        for number, token in enumerate(job.generated):
             assert job.sampler is not None
             job.sampler.accept(token, number)
-            job.scanner.feed(token, self.visible(token, job))
-        job.replayed = len(job.generated)
+            if job.spec.sampling.logprobs:  # what the others were is lost with the process that knew
+                job.logprobs.append({"id": token, "top": []})
+            is_forced = bool(job.forced)
+            del job.forced[:1]
+            pieces += self._hear(job, token, number + 1, is_forced=is_forced)
+        rest = undelivered(pieces, resume.text_bytes, resume.span_ends)
+        if rest:
+            self.effects.emit(job, rest)
 
     # --- one decode call
 
@@ -581,7 +528,7 @@ class Scheduler:
         new_prompt = max(0, min(end, job.prompt_tokens) - part.position)
         self.prefilled_tokens += new_prompt
         if end in self._snapshot_points(job) or end == len(job.tokens):
-            self._take_snapshot(s)
+            self.context.take_snapshot(s)
 
     def _after_row(self, job: Job) -> None:
         assert job.seq is not None
@@ -595,7 +542,7 @@ class Scheduler:
         if job.spec.mode == "prefill" and held == len(job.tokens):
             job.times.prefilled_s = job.times.prefilled_s or time.monotonic()
             self._end(job, "length")
-        elif job.finish_reason is not None and (held == len(job.tokens) or self.limits.deterministic):
+        elif job.finish_reason is not None and held >= len(job.tokens) - self.limits.deterministic:
             self._end(job, job.finish_reason)
         elif (
             self.limits.policy.wants_continued(held, max(s.saved_tokens, job.prompt_tokens))
@@ -609,8 +556,9 @@ class Scheduler:
         if number >= job.limit_tokens:
             job.finish_reason = "length"
             return
+        is_forced = bool(job.forced)
         try:
-            if job.forced:
+            if is_forced:
                 token = job.forced.pop(0)
                 job.sampler.accept(token, number)
             else:
@@ -634,12 +582,16 @@ class Scheduler:
                 job.logprobs.pop()
             job.finish_reason = "stop"
             return
-        self._take_token(job, token)
-
-    def _take_token(self, job: Job, token: int) -> None:
         job.generated.append(token)
         job.tokens.append(token)
-        pieces = job.scanner.feed(token, self.visible(token, job))
+        pieces = self._hear(job, token, number + 1, is_forced=is_forced)
+        if pieces:
+            self.effects.emit(job, pieces)
+
+    def _hear(self, job: Job, token: int, count: int, *, is_forced: bool) -> list[Piece]:
+        """What the `count`-th generated token says, and whether the reply ends with it."""
+        # A forced token closes a span that is closed already: the caller has been told, and sees no marker in the text.
+        pieces = job.scanner.feed(token, b"" if is_forced else self.visible(token, job))
         budget = job.spec.thinking_budget_tokens
         if budget is not None and job.scanner.span == "thinking" and job.scanner.thinking_tokens >= budget:
             pieces += job.scanner.close_thinking()
@@ -648,10 +600,9 @@ class Scheduler:
                 job.forced = self.engine.tokenize(closing[1], add_special=False, parse_special=True)
         if job.scanner.stopped_by is not None:
             job.finish_reason = "stop"
-        elif len(job.generated) >= job.limit_tokens:
+        elif count >= job.limit_tokens:
             job.finish_reason = "length"
-        if pieces:
-            self.effects.emit(job, pieces)
+        return pieces
 
     def visible(self, token: int, job: Job) -> bytes:
         """A token's bytes for the scanner: its text, or the marker that it is."""
@@ -665,24 +616,9 @@ class Scheduler:
 
     # --- when a call could not be made
 
-    def _with_room(self, action: Callable[[], bool]) -> bool:
-        while True:
-            try:
-                return action()
-            except NoCells:
-                if not self._free_one_idle():
-                    raise
-
-    def _free_one_idle(self) -> bool:
-        idle = [s for s in self.table.sequences if s.use is Use.WARM and not s.holds]
-        if not idle:
-            return False
-        self._clear(min(idle, key=lambda s: s.used))
-        return True
-
     def _make_room(self, parts: list[batch.Slice]) -> None:
         """Idle sequences go first; then the request admitted last is saved, freed, and resumed later."""
-        if self._free_one_idle():
+        if self.context.free_one_idle():
             return
         own = self.table.oldest_pinned()
         if own is not None:
@@ -717,7 +653,6 @@ class Scheduler:
         s.session, s.use = None, Use.WARM
         self._save(s, len(s.tokens), SaveReason.EVICT, job=job)
         job.seq, job.stage = None, Stage.QUEUED
-        job.replayed = len(job.generated)
         self.waiting.insert(0, job)
         if session and job.spec.session_id:
             self.active_sessions.add((job.spec.session_id, job.salt))
@@ -730,10 +665,10 @@ class Scheduler:
             job = self.running[part.seq]
             if length is None:
                 self._end(job, None, self._timeout())
-                self._clear(s)
+                self.context.clear(s)
             else:
                 s.tokens = job.tokens[:length]
-                self._cut(s, min(length, part.position))
+                self.context.cut(s, min(length, part.position))
         slowest = max(parts, key=lambda part: part.count)
         if slowest.seq in self.running:
             self._end(self.running[slowest.seq], None, self._timeout())
@@ -759,10 +694,9 @@ class Scheduler:
         if job.fresh_restore:
             self.effects.check_in(Found(), (), tuple(_bad_copy(key, server) for key, server in job.fresh_restore))
             job.fresh_restore = ()
-            self._clear(s)
+            self.context.clear(s)
             wanted = [*job.prompt, *job.generated]
             job.begin_context((), wanted)
-            job.prompt_tokens = len(job.prompt)
             job.hit.kind, job.hit.read_tokens, job.hit.source = HitKind.COLD, 0, None
             job.hit.miss_reason = "unreadable"
             return
@@ -771,7 +705,7 @@ class Scheduler:
             None,
             DecodeFailed(f"llama.cpp refused a step of this request (code {failed.code})", llama_code=failed.code),
         )
-        self._clear(s)
+        self.context.clear(s)
 
     # --- ends and saves
 
@@ -836,7 +770,7 @@ class Scheduler:
                 return
             if not s.holds:
                 total -= len(s.tokens)
-                self._clear(s)
+                self.context.clear(s)
 
     def _save_prompt(self, job: Job, s: Sequence_, held: int) -> None:
         """The saves that belong to the prompt: the caller's static head, and the cold save; once each."""
@@ -858,7 +792,7 @@ class Scheduler:
     ) -> bool:  # fmt: skip
         if not self.engine.info.cacheable or not length or (length <= s.saved_tokens and reason is SaveReason.SHUTDOWN):
             return False
-        snapshots = dict(self.snapshots.get(s.id, {}))
+        snapshots = dict(self.context.snapshots.get(s.id, {}))
         if self.engine.info.needs_snapshot and length not in snapshots:
             return False
         s.holds += 1
@@ -880,7 +814,7 @@ class Scheduler:
         def freed() -> None:
             self.reclaiming.discard(own.id)
             if own.use is Use.WARM and not own.holds:
-                self._clear(own)
+                self.context.clear(own)
             self.effects.changed()
 
         if not self._save(own, len(own.tokens), SaveReason.EVICT, on_published=freed):
@@ -892,23 +826,6 @@ class Scheduler:
         else:
             self.post(lambda: self._after_reclaim(then))
 
-    def _clear(self, s: Sequence_) -> None:
-        self.engine.clear(s.id)
-        self.snapshots.pop(s.id, None)
-        s.tokens, s.saved_tokens = [], 0
-        if s.use is Use.WARM:
-            s.use = Use.FREE
-
-    def _cut(self, s: Sequence_, length: int) -> bool:
-        if length and self.engine.cut(s.id, length):
-            s.tokens = s.tokens[:length]
-            s.saved_tokens = min(s.saved_tokens, length)
-            kept = {at: data for at, data in self.snapshots.get(s.id, {}).items() if at <= length}
-            self.snapshots[s.id] = kept
-            return True
-        self._clear(s)
-        return False
-
     # --- snapshots (recurrent and hybrid models)
 
     def _snapshot_points(self, job: Job) -> tuple[int, ...]:
@@ -917,17 +834,6 @@ class Scheduler:
         pin = job.spec.prefix_checkpoint_len or 0
         boundary = self.limits.policy.cold_boundary(job.prompt_tokens)
         return tuple(point for point in (pin, boundary, job.prompt_tokens - 1) if point > 0)
-
-    def _take_snapshot(self, s: Sequence_) -> None:
-        if not self.engine.info.needs_snapshot or not self.engine.info.cacheable:
-            return
-        size = self.engine.snapshot_bytes(s.id)
-        buffer = bytearray(size)
-        if size and self.engine.export_snapshot(s.id, memoryview(buffer)):
-            kept = self.snapshots.setdefault(s.id, {})
-            kept[len(s.tokens)] = bytes(buffer)
-            for at in sorted(kept)[:-KEPT_SNAPSHOTS]:
-                del kept[at]
 
     # --- for observers
 

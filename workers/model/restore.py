@@ -1,0 +1,111 @@
+"""Bringing a stored prefix into a sequence, node by node. Runs on the engine thread.
+
+Every step leaves a state that can be computed on: whatever could not be imported is computed instead.
+"""
+
+from collections.abc import Callable, Generator
+
+from barrel_inference.protocol import HitKind
+from barrel_inference.workers.model.chain import Seam, common_prefix, find_seam
+from barrel_inference.workers.model.context import Context
+from barrel_inference.workers.model.effects import Effects, Found, StoredNode
+from barrel_inference.workers.model.engine import NoCells
+from barrel_inference.workers.model.job import Job
+from barrel_inference.workers.model.sequences import Sequence_
+
+
+def live_part(context: Context, s: Sequence_, found: Found) -> int:
+    """How much of a stored prefix a sequence holds already, up to where one of its nodes begins: that is not read again."""
+    if context.engine.info.needs_snapshot or s.salt != found.salt:
+        return 0
+    held = common_prefix(s.tokens, found.tokens)
+    begin = max((node.start for node in found.nodes if node.start <= held), default=0)
+    return begin if begin and context.engine.can_cut(s.id, begin) else 0
+
+
+class Restore:
+    """One restore. Iterate over `steps`: each is one node; then `used` are the nodes that the sequence goes on from."""
+
+    def __init__(
+        self, context: Context, effects: Effects, job: Job, s: Sequence_, found: Found, min_reuse_tokens: int
+    ) -> None:
+        self._context = context
+        self._effects = effects
+        self._job = job
+        self._s = s
+        self._found = found
+        self._min_reuse_tokens = min_reuse_tokens
+        self.used: list[StoredNode] = []
+        self.corrupt: list[StoredNode] = []
+
+    def steps(self, then: Callable[[], None]) -> Generator[None, None, None]:
+        """Import the nodes, cut at the seam, and call `then`; the claim is dropped however it ends."""
+        live_tokens = len(self._s.tokens)
+        try:
+            for node in self._found.nodes:
+                if node.start < live_tokens:
+                    continue
+                if not self._import(node):
+                    self.corrupt.append(node)
+                    break
+                self.used.append(node)
+                yield
+            self._settle()
+        finally:  # also when the request ends in the middle
+            self._effects.check_in(self._found, self.used, self.corrupt)
+        self._job.fresh_restore = tuple((node.key, node.server) for node in self.used)
+        then()
+
+    def _import(self, node: StoredNode) -> bool:
+        s, engine = self._s, self._context.engine
+        try:
+            taken = self._context.with_room(lambda: engine.import_cells(s.id, node.start, node.end, node.cells))
+        except NoCells:
+            return False
+        if not taken or not node.is_intact():
+            self._context.cut(s, node.start)
+            return False
+        s.tokens = list(self._found.tokens[: node.end])
+        return True
+
+    def _settle(self) -> None:
+        """Cut the imported prefix at the seam, or at what could be imported of it."""
+        job, s, found = self._job, self._s, self._found
+        wanted = [*job.prompt, *job.generated]
+        seam = found.seam
+        if len(s.tokens) < seam.stored_tokens:  # a node was unreadable: what came before it is a shorter match
+            seam = self._seam(wanted)
+        keep = seam.stored_tokens - (1 if seam.caller_tokens == len(wanted) else 0)
+        if self._context.engine.info.needs_snapshot:
+            keep = self._set_snapshot(keep)
+            seam = self._seam(wanted) if keep < seam.stored_tokens - 1 else seam
+        elif keep < len(s.tokens) and not self._context.cut(s, keep):
+            keep = 0
+        if keep <= 0 or (seam.caller_tokens < self._min_reuse_tokens and seam.caller_tokens < len(wanted)):
+            self._context.clear(s)
+            job.begin_context((), wanted)
+            job.hit.miss_reason = "unreadable"
+            return
+        s.saved_tokens = len(s.tokens)
+        job.begin_context(found.tokens[: seam.stored_tokens], wanted[seam.caller_tokens :])
+        job.hit.kind = HitKind.EXACT if seam.caller_tokens == len(wanted) else HitKind.PARTIAL
+        job.hit.read_tokens = seam.stored_tokens
+        job.hit.retokenised, job.hit.via = seam.retokenised, found.via
+        job.hit.miss_reason = None
+        job.hit.source = self.used[-1].source if self.used else "live"
+
+    def _seam(self, wanted: list[int]) -> Seam:
+        return find_seam(self._s.tokens, wanted, self._context.engine.rendered)
+
+    def _set_snapshot(self, keep: int) -> int:
+        """Resume at the last snapshot at or before `keep`; returns where that is."""
+        s = self._s
+        for node in reversed(self.used):
+            if node.snapshot is not None and node.end <= keep:
+                if self._context.engine.import_snapshot(s.id, node.end, node.snapshot):
+                    s.tokens = s.tokens[: node.end]
+                    self._context.snapshots.setdefault(s.id, {})[node.end] = bytes(node.snapshot)
+                    return node.end
+                break
+        self._context.clear(s)
+        return 0
