@@ -8,6 +8,7 @@ Digests are remembered under `<state_dir>/fingerprints/` by path, size, mtime, c
 costs nothing, and a changed file is noticed by its ctime, which no program can set.
 """
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -117,7 +118,8 @@ def _remember(note: Path, digest: bytes) -> None:
         temporary.write_text(digest.hex())
         temporary.replace(note)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _chunk_digest(path: Path) -> bytes:

@@ -99,7 +99,7 @@ def check_schema(text: str, *, max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
         raise GrammarFailed(f"the JSON schema counts up to {largest}, limit {MAX_COUNT}")
 
 
-def _counts_of(schema: object) -> Iterator[int]:
+def _counts_of(schema: object) -> Iterator[float]:
     """Every count in a schema, those of its patterns too."""
     waiting = [schema]
     while waiting:
@@ -108,7 +108,7 @@ def _counts_of(schema: object) -> Iterator[int]:
             waiting += item
         elif isinstance(item, dict):
             waiting += item.values()
-            yield from (int(item[key]) for key in _COUNTS & item.keys() if isinstance(item[key], int | float))
+            yield from (item[key] for key in _COUNTS & item.keys() if isinstance(item[key], int | float))
             if isinstance(pattern := item.get("pattern"), str):
                 yield from (int(digits) for pair in _PATTERN_COUNT.findall(pattern) for digits in pair if digits)
 

@@ -103,8 +103,8 @@ def make_embedding_context(model: object, opts: ContextOpts, n_tokens: int, log:
 
 
 def max_outputs(opts: ContextOpts) -> int:
-    """Rows of one decode call that may want logits."""
-    return min(opts.n_batch, max(opts.n_seq_max, _MIN_OUTPUTS))
+    """Rows of one decode call that may want logits; fewer than sequences, helpers included, is an assert as well."""
+    return max(opts.n_seq_max + HELPER_SEQUENCES, _MIN_OUTPUTS)
 
 
 def threads_of(opts: ContextOpts) -> tuple[int, int]:

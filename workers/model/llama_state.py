@@ -128,11 +128,15 @@ class LlamaState:
     def _window_is_whole(self, seq: int, length: int) -> bool:
         """Are all cells there that tokens from `length` on look at?"""
         window = self.kind.window_tokens
-        start = max(0, length - window) if window else 0
+        start = self._seen_from(length)
         if int(L.llama_memory_seq_pos_min(self._memory, seq)) > start:
             return False
         # A hole in the middle does not move the first position. Without a window no cell is ever taken.
         return not window or self._spare_size(seq, start, length) == self._whole_size(length - start)
+
+    def _seen_from(self, length: int) -> int:
+        """The first position that a token at `length` looks at in every layer."""
+        return max(0, length - self.kind.window_tokens + 1) if self.kind.window_tokens else 0
 
     def cut(self, seq: int, length: int) -> bool:
         """Keep the first `length` tokens; False = refused."""
@@ -266,7 +270,7 @@ class LlamaState:
         """Are the window's cells those before `length`? A recurrent state refuses any other length by itself, cells do not."""
         if not self.kind.small_window or self.kind.hybrid:
             return True
-        return int(L.llama_memory_seq_pos_min(self._memory, seq)) <= max(0, length - self.kind.window_tokens)
+        return int(L.llama_memory_seq_pos_min(self._memory, seq)) <= self._seen_from(length)
 
     # --- calibration, at load
 

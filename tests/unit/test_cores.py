@@ -1,0 +1,36 @@
+"""The number of threads follows what this process may use, not what the host has."""
+
+import pytest
+
+from barrel_inference.workers.model.cores import cores_within, parse_cpu_max, usable_cores
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quotas", "cores"),
+    [
+        (8, [], 8),
+        (8, [(-1, 100_000)], 8),
+        (8, [(0, 100_000)], 8),
+        (8, [(200_000, 100_000)], 2),
+        (8, [(150_000, 100_000)], 1),  # a second thread would be throttled half of the time
+        (8, [(50_000, 100_000)], 1),
+        (2, [(400_000, 100_000)], 2),
+        (8, [(400_000, 100_000), (300_000, 100_000)], 3),  # a parent group may be tighter
+    ],
+)
+def test_the_tightest_bound_counts(affinity: int, quotas: list[tuple[int, int]], cores: int) -> None:
+    """Whole cores under affinity and every quota, at least one."""
+    assert cores_within(affinity, quotas) == cores
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"), [("max 100000\n", (-1, 100_000)), ("50000 100000", (50_000, 100_000)), ("7", (7, 100_000))]
+)
+def test_cpu_max_is_read(text: str, pair: tuple[int, int]) -> None:
+    """Both spellings of cgroup v2, and a missing period."""
+    assert parse_cpu_max(text) == pair
+
+
+def test_this_process_has_a_core() -> None:
+    """Whatever this machine's groups look like, the answer is a number of threads."""
+    assert usable_cores() >= 1
