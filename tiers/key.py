@@ -74,7 +74,8 @@ def quant_name(number: int) -> str | None:
 
 def pack_u32(values: Iterable[int]) -> bytes:
     """Numbers below 2**32 as u32 little-endian."""
-    packed = array("I", values)
+    packed = array("I")
+    packed.extend(values)  # given to the constructor, bytes would be taken for packed numbers
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -77,6 +77,7 @@ def test_numbers_round_trip(numbers: list[int]) -> None:
     packed = keys.pack_u32(numbers)
     assert packed == b"".join(number.to_bytes(4, "little") for number in numbers)
     assert keys.unpack_u32(packed) == numbers
+    assert keys.unpack_u32(keys.pack_u32(b"four")) == list(b"four")
 
 
 def test_half_a_number_is_refused() -> None:
