@@ -26,6 +26,7 @@ from barrel_inference.request import (
 from barrel_inference.resubmission import ConnectionLost, Tally
 from barrel_inference.results import (
     Completion,
+    Fields,
     ModelInfo,
     model_info_of,
 )  # fmt: skip
@@ -299,8 +300,8 @@ class AsyncClient:
         """How many requests run or wait, at one model or at all."""
         return sum(info.running + info.pending_len for info in await self.models() if model_id in (None, info.model_id))
 
-    async def last_cache_hit(self, model_id: str) -> dict[str, Any] | None:
-        """`{"kind", "prefix_tokens"}` of the last request; None before any."""
+    async def last_cache_hit(self, model_id: str) -> Fields | None:
+        """`kind` and `prefix_tokens` of the last request; None before any."""
         info = await self._info_or_none(model_id)
         return info.last_cache_hit if info else None
 
@@ -344,6 +345,10 @@ def load_options(model_path: str | os.PathLike[str], options: Mapping[str, Any])
     path = os.fspath(model_path)
     if not isinstance(path, str) or not path:
         raise InvalidArgument(f"model_path = {model_path!r} is no path", option="model_path")
+    if not _is_text(path):
+        raise InvalidArgument(
+            f"model_path = {path!r} is not UTF-8", hint="load it through a link with another name", option="model_path"
+        )
     given["model_path"] = path if given.get("backend") == "stub" else absolute(path)
     if "adapters" in given:
         given["adapters"] = _adapters(given["adapters"])
@@ -353,6 +358,15 @@ def load_options(model_path: str | os.PathLike[str], options: Mapping[str, Any])
 def absolute(path: str) -> str:
     """The absolute path of a model file, also of one that a Python distribution ships (`pkg:NAME`)."""
     return os.path.abspath(os.path.expanduser(model_paths.resolve(path)))
+
+
+def _is_text(path: str) -> bool:
+    """Can it travel? A file name may hold bytes that are no text."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _adapters(given: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from barrel_inference.loop_thread import LoopThread
 from barrel_inference.namespaces import Cache, Pressure
 from barrel_inference.protocol import LoadModel, Progress
 from barrel_inference.request import CompleteOptions, ContinueOptions, Messages, Prompt
-from barrel_inference.results import Completion, ModelInfo, StreamEvent
+from barrel_inference.results import Completion, Fields, ModelInfo, StreamEvent
 from barrel_inference.stream import AsyncStream
 
 OnProgress = Callable[[float], object]
@@ -285,8 +285,8 @@ class Client:
         """How many requests run or wait, at one model or at all."""
         return self._thread.run(self._aio.queue_depth(model_id))
 
-    def last_cache_hit(self, model_id: str) -> dict[str, Any] | None:
-        """`{"kind", "prefix_tokens"}` of the last request; None before any."""
+    def last_cache_hit(self, model_id: str) -> Fields | None:
+        """`kind` and `prefix_tokens` of the last request; None before any."""
         return self._thread.run(self._aio.last_cache_hit(model_id))
 
     def counters(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from barrel_inference.link import Link
 from barrel_inference.loop_thread import LoopThread
 from barrel_inference.protocol import PressureReply
 from barrel_inference.request import convert
-from barrel_inference.results import CacheRow, CacheStats, cache_stats_of, record_of
+from barrel_inference.results import CacheRow, CacheStats, Fields, cache_stats_of, record_of
 
 
 class AsyncCache:
@@ -47,31 +47,31 @@ class AsyncPressure:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    async def _command(self, command: str, **values: Any) -> dict[str, Any]:
+    async def _command(self, command: str, **values: Any) -> Fields:
         message = convert({"command": command, **values}, protocol.PressureCommand)
-        return (await self._link.call("pressure", message, PressureReply)).status
+        return Fields((await self._link.call("pressure", message, PressureReply)).status)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Fields:
         """Settings, last reading, what was evicted so far."""
         return await self._command("status")
 
-    async def sample(self) -> dict[str, Any]:
+    async def sample(self) -> Fields:
         """One reading of the source, without consequences."""
         return await self._command("sample")
 
-    async def check(self) -> dict[str, Any]:
+    async def check(self) -> Fields:
         """One turn of the poller now: read, and evict if the reading is above the high watermark."""
         return await self._command("check")
 
-    async def enable(self, enabled: bool = True) -> dict[str, Any]:
+    async def enable(self, enabled: bool = True) -> Fields:
         """Switch the poller on or off."""
         return await self._command("enable" if enabled else "disable")
 
-    async def set_source(self, name: str) -> dict[str, Any]:
+    async def set_source(self, name: str) -> Fields:
         """Read another source: noop, system, nvidia_smi or module:NAME."""
         return await self._command("set_source", source=name)
 
-    async def set_thresholds(self, high: float, low: float) -> dict[str, Any]:
+    async def set_thresholds(self, high: float, low: float) -> Fields:
         """Move both watermarks."""
         return await self._command("set_thresholds", high=high, low=low)
 
@@ -107,26 +107,26 @@ class Pressure:
         self._thread = thread
         self._aio = pressure
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Fields:
         """Settings, last reading, what was evicted so far."""
         return self._thread.run(self._aio.status())
 
-    def sample(self) -> dict[str, Any]:
+    def sample(self) -> Fields:
         """One reading of the source, without consequences."""
         return self._thread.run(self._aio.sample())
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> Fields:
         """One turn of the poller now: read, and evict if the reading is above the high watermark."""
         return self._thread.run(self._aio.check())
 
-    def enable(self, enabled: bool = True) -> dict[str, Any]:
+    def enable(self, enabled: bool = True) -> Fields:
         """Switch the poller on or off."""
         return self._thread.run(self._aio.enable(enabled))
 
-    def set_source(self, name: str) -> dict[str, Any]:
+    def set_source(self, name: str) -> Fields:
         """Read another source: noop, system, nvidia_smi or module:NAME."""
         return self._thread.run(self._aio.set_source(name))
 
-    def set_thresholds(self, high: float, low: float) -> dict[str, Any]:
+    def set_thresholds(self, high: float, low: float) -> Fields:
         """Move both watermarks."""
         return self._thread.run(self._aio.set_thresholds(high, low))

@@ -31,6 +31,16 @@ class Record(Mapping[str, Any]):
         return True
 
 
+class Fields(dict[str, Any]):
+    """What a process reports about itself: a dict whose keys can be read as attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 def record_of(cls: type[R], message: msgspec.Struct | Mapping[str, Any], **more: Any) -> R:
     """A record with the fields of the same name of a message; `more` are fields that the message has not."""
     found = (
@@ -125,7 +135,7 @@ class ModelInfo(Record):
     phase: str  # loading, idle, prefilling, generating, restarting, failed
     pending_len: int  # requests that wait
     running: int
-    last_cache_hit: dict[str, Any] | None  # {"kind", "prefix_tokens"}
+    last_cache_hit: Fields | None  # kind, prefix_tokens
     context_size: int
     quant_type: str
     quant_bits: int
@@ -150,7 +160,7 @@ class ModelInfo(Record):
 
 def model_info_of(row: protocol.ModelRow) -> ModelInfo:
     """An observers' row as callers get it."""
-    return record_of(ModelInfo, row)
+    return record_of(ModelInfo, row, last_cache_hit=Fields(row.last_cache_hit) if row.last_cache_hit else None)
 
 
 # --- cache and pressure --------------------------------------------------------------------------------------------------

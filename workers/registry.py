@@ -174,8 +174,8 @@ class Registry:
             return
         self._note_dead(model_id, down.incarnation)
         entry = self._entries.get(model_id)
-        if entry is None or entry.is_loading or entry.row.incarnation > down.incarnation:
-            return  # a failed load is ended by whoever asked for it; a newer incarnation has spoken already
+        if entry is None or entry.is_loading or entry.is_leaving or entry.row.incarnation > down.incarnation:
+            return  # whoever asked for the load or the unload ends it; or a newer incarnation has spoken already
         entry.restarts += down.restarting
         entry.row = msgspec.structs.replace(
             entry.row, phase=Phase.RESTARTING if down.restarting else Phase.FAILED, reason=down.reason,

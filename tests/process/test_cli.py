@@ -149,6 +149,18 @@ def test_interrupt(daemon: Path) -> None:
         wait_for(lambda: client.queue_depth("tiny") == 0)
 
 
+def test_interrupted_load(daemon: Path) -> None:
+    """Ctrl-C ends `load` with 130, and the load in the runtime."""
+    with Client(f"{daemon}/run/router") as client:
+        options = ("--set", "backend=stub", "--set", "model_opts.load_ms=60000")
+        running = subprocess.Popen([*BARRELCTL, "load", "any", "--id", "long", *options], env=environment(daemon))
+        wait_for(lambda: "model:long" in client.processes())
+        running.send_signal(signal.SIGINT)
+        assert running.wait(DEADLINE_S) == 130
+        wait_for(lambda: "model:long" not in client.processes())
+        wait_for(lambda: "long" not in [info.model_id for info in client.models()])
+
+
 def test_closed_pipe(daemon: Path) -> None:
     """When whoever reads our output has enough, barrelctl ends quietly and the request with it."""
     command = [*BARRELCTL, "complete", "tiny", "1 2 3", "--tokens", "4000"]
@@ -164,13 +176,12 @@ def test_closed_pipe(daemon: Path) -> None:
         wait_for(lambda: client.queue_depth("tiny") == 0)
 
 
-@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_colours(daemon: Path, no_color: str, coloured: bool) -> None:
-    """Colours are for terminals, unless NO_COLOR is set."""
+def on_a_terminal(folder: Path, *arguments: str, **variables: str) -> tuple[int, bytes]:
+    """Exit code and what a terminal shows of a command."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
-        [*BARRELCTL, "status"], stdout=theirs, stderr=theirs,
-        env={**environment(daemon), "NO_COLOR": no_color, "TERM": "xterm", "COLUMNS": "200"},
+        [*BARRELCTL, *arguments], stdout=theirs, stderr=theirs,
+        env={**environment(folder), "TERM": "xterm", "COLUMNS": "200", **variables},
     )  # fmt: skip
     os.close(theirs)
     shown = b""
@@ -181,9 +192,27 @@ def test_colours(daemon: Path, no_color: str, coloured: bool) -> None:
             break
         shown += chunk
     os.close(ours)
-    assert running.wait(DEADLINE_S) == 0
+    return running.wait(DEADLINE_S), shown
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colours(daemon: Path, no_color: str, coloured: bool) -> None:
+    """Colours are for terminals, unless NO_COLOR is set."""
+    code, shown = on_a_terminal(daemon, "status", NO_COLOR=no_color)
+    assert code == 0
     assert b"model:tiny" in shown
     assert (b"\x1b[32m" in shown) is coloured
+
+
+def test_progress_bar(daemon: Path) -> None:
+    """A load shows a bar on a terminal, and none in a pipe."""
+    options = ("--set", "backend=stub", "--set", "model_opts.load_ms=300")
+    code, shown = on_a_terminal(daemon, "load", "any", "--id", "barred", *options)
+    assert (code, b"%" in shown, b"loading any" in shown) == (0, True, True)
+    run(daemon, "unload", "barred")
+    piped = run(daemon, "load", "any", "--id", "barred", *options)
+    assert (piped.stdout, piped.stderr) == ("barred\n", "")
+    run(daemon, "unload", "barred")
 
 
 def test_logs_and_doctor(daemon: Path) -> None:

@@ -89,6 +89,8 @@ def test_unload_frees_the_id(loaded: Registry) -> None:
     loaded.unload_began("tiny")
     assert loaded.is_leaving("tiny")
     assert isinstance(loaded.refusal("tiny"), NotFound)
+    loaded.down(down(restarting=False))
+    assert loaded.row("tiny").phase is Phase.IDLE  # it did not fail
     loaded.forget("tiny")
     assert not loaded.is_known("tiny")
     assert not loaded.row_came(row())
