@@ -6,7 +6,7 @@ import pytest
 
 from barrel_inference.errors import InvalidArgument
 from barrel_inference.protocol import Tier
-from barrel_inference.workers.model.options import MAX_SEQUENCES, LoadOptions, Markers, parse
+from barrel_inference.workers.model.options import MAX_SEQUENCES, STUB_THINKING, LoadOptions, Markers, parse
 
 
 def parsed(settings: dict[str, Any], **given: Any) -> LoadOptions:
@@ -184,5 +184,9 @@ def test_the_stub_has_options_of_its_own(packaged_settings: dict[str, Any]) -> N
     assert got.llama is None
     assert got.stub is not None
     assert (got.stub.step_ms, got.stub.decode_failed_at) == (5, 3)
+    assert got.thinking_markers is None
+    assert (
+        parsed(packaged_settings, backend="stub", model_opts={"thinking_tokens": 3}).thinking_markers == STUB_THINKING
+    )
     with pytest.raises(InvalidArgument, match="n_gpu_layers"):
         parsed(packaged_settings, backend="stub", model_opts={"n_gpu_layers": 1})

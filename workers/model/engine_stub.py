@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from barrel_inference.errors import NotSupported
 from barrel_inference.protocol import Sampling
 from barrel_inference.workers.model.engine import EngineInfo, NoCells, Row, StepFailed, StepInterrupted
-from barrel_inference.workers.model.options import LoadOptions, StubModelOpts
+from barrel_inference.workers.model.options import STUB_THINKING, LoadOptions, StubModelOpts
 
 N_VOCAB = 1 << 22
 WORDS_FROM = 1 << 20  # ids of words that are no number: WORDS_FROM .. 2 * WORDS_FROM - 1
 REPLIES_FROM = 500_000  # ids that a voice says: REPLIES_FROM .. REPLIES_FROM + REPLIES - 1
 REPLIES = 499_979
 THINK_OPEN, THINK_CLOSE = 3 << 20, (3 << 20) + 1
-_MARKERS = {THINK_OPEN: b"<think>", THINK_CLOSE: b"</think>"}
+_MARKERS = {THINK_OPEN: STUB_THINKING.start.encode(), THINK_CLOSE: STUB_THINKING.end.encode()}
 _MARKER_IDS = {text: token for token, text in _MARKERS.items()}
 _EMBEDDING_SIZE = 16
 _CELL = struct.Struct("<QQQ")  # voice, link, the link before

@@ -1,12 +1,14 @@
 """llama.cpp's own log lines: errors are kept as reasons, the rest goes to the log at debug level.
 
-The callback is one per process and is called from whatever thread llama.cpp is in, under the GIL.
+llama.cpp has one callback per process and calls it from whatever thread it is in; ctypes takes the GIL for it. So the callback
+here belongs to the module, is never freed, and hands each line to everyone who listens.
 """
 
 import ctypes
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
+from weakref import WeakSet
 
 import llama_cpp.llama_cpp as L
 
@@ -23,13 +25,11 @@ class LogLines:
         self.errors: deque[str] = deque(maxlen=_KEPT_LINES)
         self.lines: deque[str] = deque(maxlen=2000)
         self._sink = sink
-        self._callback = L.llama_log_callback(self._on_line)  # kept: C holds no reference
-        L.llama_log_set(self._callback, ctypes.c_void_p(0))
+        _listening.add(self)
+        L.llama_log_set(_callback, ctypes.c_void_p(0))
 
-    def _on_line(self, level: int, text: bytes, _data: object) -> None:
-        line = text.decode("utf-8", "replace").strip()
-        if not line or level == _CONTINUED or level < _INFO:
-            return
+    def take(self, level: int, line: str) -> None:
+        """One line, as llama.cpp said it."""
         if level >= _ERROR:
             self.errors.append(line)
         self.lines.append(line)
@@ -48,6 +48,17 @@ class LogLines:
     def has_error(self, text: str) -> bool:
         """Did one of the errors since `clear` contain this text?"""
         return any(text in line for line in self.errors)
+
+
+_listening: WeakSet[LogLines] = WeakSet()
+
+
+@L.llama_log_callback  # type: ignore[untyped-decorator]  # a ctypes function type
+def _callback(level: int, text: bytes, _data: object) -> None:
+    line = text.decode("utf-8", "replace").strip()
+    if line and level >= _INFO and level != _CONTINUED:
+        for lines in list(_listening):
+            lines.take(level, line)
 
 
 def buffer_bytes(lines: Iterable[str], *kinds: str) -> int:

@@ -112,6 +112,9 @@ class Markers(Options, frozen=True):
     end: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
+STUB_THINKING = Markers(start="<think>", end="</think>")  # what the stub's own marker tokens spell
+
+
 class _Given(Options, frozen=True):
     """The options as they arrive."""
 
@@ -168,14 +171,14 @@ def parse(options: Mapping[str, Any], settings: Mapping[str, Any]) -> LoadOption
         InvalidArgument: names the dotted key and its value.
     """
     given = _convert(dict(options), _Given, "")
-    stub = given.backend == "stub"
-    context = _context(given)
+    stub = _convert(given.model_opts or {}, StubModelOpts, "model_opts.") if given.backend == "stub" else None
+    thinking = _markers(given.thinking_markers, "thinking_markers")
     return LoadOptions(
         model_path=given.model_path,
         backend=given.backend,
         llama=None if stub else _llama(given.model_opts or {}),
-        stub=_convert(given.model_opts or {}, StubModelOpts, "model_opts.") if stub else None,
-        context=context,
+        stub=stub,
+        context=_context(given),
         fingerprint=_digest(given.fingerprint, "fingerprint"),
         fingerprint_mode=given.fingerprint_mode or settings["cache"]["fingerprint_mode"],
         quant_type=given.quant_type,
@@ -185,7 +188,7 @@ def parse(options: Mapping[str, Any], settings: Mapping[str, Any]) -> LoadOption
         tier_server=_tier_server(given, settings["tiers"]),
         policy=_policy(given.policy or {}, settings["cache"]),
         adapters=_adapters(given.adapters or []),
-        thinking_markers=_markers(given.thinking_markers, "thinking_markers"),
+        thinking_markers=STUB_THINKING if stub and stub.thinking_tokens and thinking is None else thinking,
         tool_call_markers=_markers(given.tool_call_markers, "tool_call_markers"),
     )
 
