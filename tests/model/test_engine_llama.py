@@ -14,7 +14,15 @@ from barrel_inference.protocol import Sampling
 from barrel_inference.workers.model.engine import Row
 from barrel_inference.workers.model.engine_llama import LlamaEngine
 from tests.model.engines import NODE, Maker, clear_all, feed, prompt_of, restore, save
-from tests.model.tiny_gguf import FIRST_BYTE_TOKEN, TOKEN_ID, VOCABULARY, WINDOW, write_adapter, write_model
+from tests.model.tiny_gguf import (
+    FIRST_BYTE_TOKEN,
+    TOKEN_ID,
+    VOCABULARY,
+    WINDOW,
+    write_adapter,
+    write_embedding_model,
+    write_model,
+)
 
 Make = Callable[..., LlamaEngine]
 
@@ -544,6 +552,21 @@ def test_embeddings_have_length_one_and_a_limit(make: Make) -> None:
         engine.embed(prompt_of(1, 101))
     with pytest.raises(InvalidArgument, match="vocabulary"):
         engine.embed([5, 10**6])
+
+
+def test_an_embedding_model_embeds_and_nothing_else(make: Make, tmp_path: Path) -> None:
+    """A model that looks at whole texts has no sequences; asked to generate, it says what it is."""
+    path = tmp_path / "encoder.gguf"
+    write_embedding_model(path)
+    engine = make(str(path))
+    assert engine.info.embeddings_only
+    assert not engine.info.cacheable
+    one, other = (engine.tokenize(text, add_special=True, parse_special=False) for text in (b"abc def", b"xyz"))
+    assert engine.embed(one) == engine.embed(one) != engine.embed(other)
+    with pytest.raises(NotSupported, match="embeddings"):
+        engine.decode([Row(5, 0, 0, True)])
+    with pytest.raises(NotSupported, match="embeddings"):
+        engine.new_sampler(Sampling(), seed=1, prompt=[])
 
 
 def test_threads_follow_unless_the_context_is_deterministic(make: Make) -> None:

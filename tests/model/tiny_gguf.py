@@ -47,6 +47,9 @@ VOCABULARY: list[tuple[str, int]] = [
 TOKEN_ID = {text: number for number, (text, _) in enumerate(VOCABULARY)}
 FIRST_BYTE_TOKEN = TOKEN_ID["<0x00>"]
 
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+_WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{letter}" for letter in _LETTERS), *_LETTERS]
+
 _ATTENTION: Shapes = {
     "attn_q.weight": (QUERY_HEADS * HEAD_WIDTH, WIDTH),
     "attn_k.weight": (KEY_HEADS * HEAD_WIDTH, WIDTH),
@@ -164,6 +167,53 @@ def write_model(kind: str, path: Path) -> None:
     _add_vocabulary(writer)
     numbers = np.random.default_rng(int.from_bytes(hashlib.sha256(kind.encode()).digest()[:8], "little"))
     for name, shape in _tensors(plan).items():
+        writer.add_tensor(name, _weights(numbers, name, shape))
+    _finish(writer)
+
+
+def write_embedding_model(path: Path) -> None:
+    """Write a tiny encoder (BERT): it looks at a text as a whole, and cannot generate."""
+    biased = {
+        "attn_q": WIDTH,
+        "attn_k": WIDTH,
+        "attn_v": WIDTH,
+        "attn_output": WIDTH,
+        "ffn_up": FEED_FORWARD,
+        "ffn_down": WIDTH,
+    }
+    layer: Shapes = {f"{name}.bias": (size,) for name, size in biased.items()}
+    layer |= {f"{name}.weight": (size, FEED_FORWARD if name == "ffn_down" else WIDTH) for name, size in biased.items()}
+    for norm in ("attn_output_norm", "layer_output_norm"):
+        layer |= {f"{norm}.weight": (WIDTH,), f"{norm}.bias": (WIDTH,)}
+    shapes: Shapes = {
+        "token_embd.weight": (len(_WORD_PIECES), WIDTH),
+        "position_embd.weight": (TRAINED_CONTEXT, WIDTH),
+        "token_types.weight": (2, WIDTH),
+        "token_embd_norm.weight": (WIDTH,),
+        "token_embd_norm.bias": (WIDTH,),
+    }
+    for number in range(2):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_context_length(TRAINED_CONTEXT)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(QUERY_HEADS)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(_WORD_PIECES)
+    writer.add_token_types([_CONTROL if piece.startswith("[") else _NORMAL for piece in _WORD_PIECES])
+    writer.add_token_type_count(2)
+    writer.add_bos_token_id(_WORD_PIECES.index("[CLS]"))
+    writer.add_unk_token_id(_WORD_PIECES.index("[UNK]"))
+    writer.add_sep_token_id(_WORD_PIECES.index("[SEP]"))
+    writer.add_pad_token_id(_WORD_PIECES.index("[PAD]"))
+    writer.add_mask_token_id(_WORD_PIECES.index("[MASK]"))
+    numbers = np.random.default_rng(0)
+    for name, shape in shapes.items():
         writer.add_tensor(name, _weights(numbers, name, shape))
     _finish(writer)
 
