@@ -8,6 +8,9 @@ from barrel_inference.protocol import Location
 
 P = TypeVar("P", bound=Hashable)
 
+# Packing and publishing an image takes milliseconds, writing it to a slow disk seconds.
+INHERITED_TTL_S = 120.0
+
 
 class Owner(NamedTuple):
     """The process that writes, and which life of it."""
@@ -23,10 +26,13 @@ class Lease:
     owner: Owner
     key: bytes
     location: Location
-    inherited: bool = (
-        False  # made for an index that has died since: the present one does not know what is written there
-    )
+    inherited_s: float | None = None  # since when (monotonic) there is an index that does not know of it
     owner_died: bool = False
+
+    @property
+    def inherited(self) -> bool:
+        """Is it unknown to the present index?"""
+        return self.inherited_s is not None
 
 
 class Leases(Generic[P]):
@@ -59,14 +65,23 @@ class Leases(Generic[P]):
             self.bytes -= lease.location.size_bytes
         return lease
 
-    def note_death(self, owner: Owner) -> None:
-        """Remember that an owner died; its leases stay until somebody decides."""
+    def note_death(self, owner: Owner) -> list[P]:
+        """Remember that an owner died. Its leases are the index's to end; those that it does not know of are returned."""
         for lease in self:
             if lease.owner == owner:
                 lease.owner_died = True
+        return [place for place, lease in self._by_place.items() if lease.owner_died and lease.inherited]
 
-    def hand_over(self) -> list[P]:
+    def hand_over(self, now_s: float) -> list[P]:
         """A new index takes over: mark all as inherited; returns the places of dead owners, which nobody will publish."""
         for lease in self:
-            lease.inherited = True
+            if lease.inherited_s is None:
+                lease.inherited_s = now_s
         return [place for place, lease in self._by_place.items() if lease.owner_died]
+
+    def expired(self, now_s: float) -> list[P]:
+        """Places that were inherited long ago: whoever was writing there has given up."""
+        return [
+            place for place, lease in self._by_place.items()
+            if lease.inherited_s is not None and now_s - lease.inherited_s > INHERITED_TTL_S
+        ]  # fmt: skip

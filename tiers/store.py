@@ -57,8 +57,12 @@ class Store(Protocol[P]):
     def committed(self, location: Location) -> Scan:
         """A leased place was published: it is a row. The scan has the row if the present index cannot know its content."""
 
-    def free(self, locations: Sequence[Location]) -> Scan:
-        """Leased places were given up. The scan has the row of one that turns out to be complete."""
+    def free(self, locations: Sequence[Location], living: frozenset[Owner]) -> Scan:
+        """Leased places were given up. The scan has the row of one that turns out to be complete.
+
+        Memory that a dead index had promised to a process that lives stays until `expire`: it may still be writing there,
+        and two writers in one place would vouch for each other's bytes.
+        """
 
     def touch(self, touch: Touch) -> None:
         """Recency, hits, marks and pin of a row, for its trailer; on the medium after `flush` at the latest."""
@@ -67,10 +71,16 @@ class Store(Protocol[P]):
         """Write the trailers that wait."""
 
     def delete(self, location: Location) -> int:
-        """Delete a row, whatever became of it; the bytes that this freed, 0 for an unknown one."""
+        """Delete a row, or end a lease; the bytes that this freed, 0 for an unknown one."""
 
-    def hand_over(self) -> None:
+    def hand_over(self, now_s: float) -> None:
         """A new index takes over: leases of dead owners end, the others are inherited."""
+
+    def owner_died(self, owner: Owner) -> Scan:
+        """Its inherited leases end, as in `free`; of the others the index decides."""
+
+    def expire(self, now_s: float) -> Scan:
+        """Leases that were inherited long ago end, as in `free`."""
 
     def places(self) -> list[P]:
         """Every row's place now, for `read`."""

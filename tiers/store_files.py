@@ -2,31 +2,20 @@
 
 A file gets its final name in one step, by link(2), after its bytes are on the medium; so whatever has such a name is complete,
 and everything else is a leftover with a name that says whose. Trailers are rewritten in place, all other bytes never.
-
-The root is locked: a quota is one tier's, and two of them would delete each other's files.
 """
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from barrel_inference.errors import TierUnavailable
 from barrel_inference.protocol import Location, Roomed, StoredRow, Tier, Touch
 from barrel_inference.tiers import files, kvc, names
 from barrel_inference.tiers.headroom import MEMORY_SHARE, RESERVE_BYTES
+from barrel_inference.tiers.image_root import ImageRoot
 from barrel_inference.tiers.kvc import CorruptImage
 from barrel_inference.tiers.leases import Lease, Leases, Owner
 from barrel_inference.tiers.store import Scan, Stats, Want
-
-# Leftovers of a writer that nobody saw die (another host's, or its number is in use again) go after this time.
-TEMP_TTL_S = 600.0
-# A tier that was killed lets go of its lock at once; one that drains may take a moment.
-LOCK_WAIT_S = 10.0
-_LOCK_NAME = ".lock"
-_SHARDS = [f"{number:02x}" for number in range(256)]
 
 
 class FileStore:
@@ -40,7 +29,6 @@ class FileStore:
         free_memory: Callable[[], int] | None,
     ) -> None:  # fmt: skip
         self.kind = kind
-        self.root = root
         self.leases: Leases[str] = Leases()
         self._server = server
         self._incarnation = incarnation
@@ -49,9 +37,8 @@ class FileStore:
         self._stored_bytes = 0
         self._touched: dict[str, Touch] = {}
         self._stuck: set[str] = set()  # files that should be gone and could not be removed
-        self._root = self._open()
-        self._lock = self._take_lock(self._root)
-        for name, size_bytes in self._listed():
+        self._root = ImageRoot(root)
+        for name, size_bytes in self._root.listed():
             self._add(name, size_bytes)
         self.quota_bytes, self.note = self._usable(quota_bytes)
 
@@ -61,12 +48,9 @@ class FileStore:
         """See `Store.room`; files always give back."""
         freed = sum(self.delete(location) for location in deletes)
         locations: list[Location | None] = []
-        # Of the places that are leased, some bytes may be in the file system already: this counts them twice, never not.
-        spare_bytes = (
-            min(self._spare_bytes() - self.leases.bytes, self.quota_bytes - self._used_bytes()) if wants else 0
-        )
+        spare_bytes = self._spare_bytes() if wants else 0
         for want in wants:
-            if want.size_bytes > spare_bytes or not self._shard_ready(names.shard_of(want.key)):
+            if want.size_bytes > spare_bytes or not self._root.make_ready(names.shard_of(want.key)):
                 locations.append(None)
                 continue
             spare_bytes -= want.size_bytes
@@ -84,22 +68,30 @@ class FileStore:
             return found._replace(rows=())
         return found
 
-    def free(self, locations: Sequence[Location]) -> Scan:
-        """See `Store.free`."""
-        ended = [one.name for one in locations if self.leases.end(one.name) is not None]
-        return _merged(self._adopt(name, verify=True) for name in ended if name not in self._sizes)
+    def free(self, locations: Sequence[Location], living: frozenset[Owner]) -> Scan:
+        """See `Store.free`. Until they are complete a writer's bytes are in a file of its own: nobody is waited for."""
+        return self._ended([location.name for location in locations])
 
     def delete(self, location: Location) -> int:
         """See `Store.delete`."""
         if names.key_of(location.name) is None:
             return 0
-        size_bytes = self._sizes.get(location.name, 0)
+        lease = self.leases.end(location.name)
+        size_bytes = self._sizes.get(location.name, lease.location.size_bytes if lease is not None else 0)
         return size_bytes if self._unlink(location.name) else 0
 
-    def hand_over(self) -> None:
-        """See `Store.hand_over`."""
-        for name in self.leases.hand_over():
+    def hand_over(self, now_s: float) -> None:
+        """See `Store.hand_over`; what they completed is found by the next sweep."""
+        for name in self.leases.hand_over(now_s):
             self.leases.end(name)
+
+    def owner_died(self, owner: Owner) -> Scan:
+        """See `Store.owner_died`."""
+        return self._ended(self.leases.note_death(owner))
+
+    def expire(self, now_s: float) -> Scan:
+        """See `Store.expire`."""
+        return self._ended(self.leases.expired(now_s))
 
     # --- trailers
 
@@ -117,7 +109,7 @@ class FileStore:
             )
             with (
                 contextlib.suppress(OSError, CorruptImage),
-                self._directory_of(name) as (directory, base),
+                self._root.directory_of(name) as (directory, base),
                 files.open_regular(directory, base, os.O_WRONLY) as (descriptor, file_bytes),
             ):
                 if file_bytes == self._sizes.get(name):
@@ -136,7 +128,7 @@ class FileStore:
         corrupt: list[bytes] = []
         for shard, shard_names in _by_shard(name for name in places if name in self._sizes):
             try:
-                with files.open_shard(self._root, shard) as directory:
+                with self._root.shard(shard) as directory:
                     for name in shard_names:
                         self._read_one(directory, name, rows, gone, corrupt)
             except OSError:  # the whole directory is gone, or something else has its name
@@ -146,8 +138,8 @@ class FileStore:
     def sweep(self, now_unix_s: float, dead_pids: frozenset[int]) -> Scan:
         """See `Store.sweep`."""
         self.flush()
-        self._reopen_if_replaced()
-        present = dict(self._listed(now_unix_s, dead_pids))
+        self._root.reopen_if_replaced()
+        present = dict(self._root.listed(now_unix_s, dead_pids))
         known = list(self._sizes)
         changed = self.read([name for name in known if present.get(name) != self._sizes[name]])
         strangers = [
@@ -165,8 +157,7 @@ class FileStore:
     def close(self) -> None:
         """See `Store.close`."""
         self.flush()
-        os.close(self._lock)
-        os.close(self._root)
+        self._root.close()
 
     # --- one file
 
@@ -190,13 +181,19 @@ class FileStore:
                 self._add(name, row.location.size_bytes)
             rows.append(row)
 
+    def _ended(self, leased: Sequence[str]) -> Scan:
+        """End leases; what turns out to be complete is kept."""
+        for name in leased:
+            self.leases.end(name)
+        return _merged(self._adopt(name, verify=True) for name in leased if name not in self._sizes)
+
     def _adopt(self, name: str, *, verify: bool) -> Scan:
         """Take a file into the table if it is a complete image; remove it if it is not one."""
         key = names.key_of(name)
         if key is None:
             return Scan()
         try:
-            with self._directory_of(name) as (directory, base):
+            with self._root.directory_of(name) as (directory, base):
                 if verify:
                     files.read_verified(directory, base, key)
                 location = Location(self._server, self._incarnation, 0, 0, name)
@@ -229,7 +226,7 @@ class FileStore:
         """Forget a row and remove its file; False = it is still there, and is ignored from now on."""
         self._forget(name)
         try:
-            with self._directory_of(name) as (directory, base):
+            with self._root.directory_of(name) as (directory, base):
                 os.unlink(base, dir_fd=directory)
         except FileNotFoundError:
             pass
@@ -238,146 +235,27 @@ class FileStore:
             return False
         return True
 
-    # --- the directory
-
-    def _open(self) -> int:
-        """The root's descriptor; it is made if it is missing.
-
-        Raises:
-            TierUnavailable: it cannot be made or used.
-        """
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TierUnavailable(
-                f"{self.kind} tier: {str(self.root)!r} cannot be used ({error.strerror})", hint="choose another root"
-            ) from error
-        if os.fstat(descriptor).st_uid != os.getuid():
-            os.close(descriptor)
-            raise TierUnavailable(
-                f"{self.kind} tier: {str(self.root)!r} belongs to another user", hint="choose another root"
-            )
-        return descriptor
-
-    def _take_lock(self, root: int) -> int:
-        """The lock's descriptor, once whoever held it before let go.
-
-        Raises:
-            TierUnavailable: somebody keeps it.
-        """
-        try:
-            descriptor = os.open(
-                _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._root
-            )
-        except OSError:
-            return os.dup(self._root)  # read-only: nobody writes there, nobody has to be kept out
-        give_up_s = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
-            except BlockingIOError:
-                if time.monotonic() > give_up_s:
-                    os.close(descriptor)
-                    raise TierUnavailable(
-                        f"{self.kind} tier: {str(self.root)!r} is in use by another runtime", hint="choose another root"
-                    ) from None
-                time.sleep(0.05)
-
-    def _reopen_if_replaced(self) -> None:
-        """Somebody removed the root, or put another in its place: go on with what has its name now."""
-        with contextlib.suppress(OSError):
-            now = os.stat(self.root)
-            if os.path.samestat(now, os.fstat(self._root)):
-                return
-        with contextlib.suppress(TierUnavailable):
-            fresh = self._open()
-            lock = self._take_lock(fresh)
-            os.close(self._root)
-            os.close(self._lock)
-            self._root, self._lock = fresh, lock
-
-    def _shard_ready(self, shard: str) -> bool:
-        for attempt in range(2):
-            try:
-                with files.open_shard(self._root, shard, create=True) as directory:
-                    return os.access(".", os.W_OK, dir_fd=directory)
-            except OSError:
-                if attempt == 0:
-                    self._reopen_if_replaced()
-        return False
-
-    def _listed(
-        self, now_unix_s: float | None = None, dead_pids: frozenset[int] = frozenset()
-    ) -> Iterator[tuple[str, int]]:
-        """Complete files and their sizes; leftovers that nobody can be writing any more are removed on the way."""
-        now_unix_s = time.time() if now_unix_s is None else now_unix_s
-        for shard in _SHARDS:
-            with (
-                contextlib.suppress(OSError),
-                files.open_shard(self._root, shard) as directory,
-                os.scandir(directory) as entries,
-            ):
-                for entry in entries:
-                    found = names.parse(shard, entry.name)
-                    if found is None:
-                        continue
-                    with contextlib.suppress(OSError):  # it went meanwhile, or cannot be removed
-                        state = entry.stat(follow_symlinks=False)
-                        if found.writer_pid is None:
-                            yield f"{shard}/{entry.name}", state.st_size
-                        elif (
-                            found.writer_pid in dead_pids
-                            or now_unix_s - state.st_mtime > TEMP_TTL_S
-                            or not _is_alive(found.writer_pid)
-                        ):
-                            os.unlink(entry.name, dir_fd=directory)
-
-    @contextlib.contextmanager
-    def _directory_of(self, name: str) -> Iterator[tuple[int, str]]:
-        shard, _, base = name.partition("/")
-        with files.open_shard(self._root, shard) as directory:
-            yield directory, base
-
     # --- bytes
 
-    def _used_bytes(self) -> int:
-        return self._stored_bytes + self.leases.bytes
-
     def _spare_bytes(self) -> int:
-        """What the file system, and on tmpfs the machine's memory, still has for us."""
-        found = os.fstatvfs(self._root)
-        spare_bytes = found.f_bavail * found.f_frsize
+        """What the quota, the file system, and on tmpfs the machine's memory still have for us."""
+        # Of the places that are leased, some bytes may be in the file system already: this counts them twice, never not.
+        free_bytes = self._root.free_bytes() - self.leases.bytes
         if self._free_memory is not None:
-            spare_bytes = min(spare_bytes, self._free_memory() - RESERVE_BYTES)
-        return spare_bytes
+            free_bytes = min(free_bytes, self._free_memory() - RESERVE_BYTES - self.leases.bytes)
+        return min(free_bytes, self.quota_bytes - self._stored_bytes - self.leases.bytes)
 
     def _usable(self, quota_bytes: int) -> tuple[int, str]:
         """The quota that is really there, and why it is less than what was asked for."""
-        found = os.fstatvfs(self._root)
-        if not self._can_write():
-            return quota_bytes, f"{str(self.root)!r} is read-only: nothing is saved there"
-        limits = [(self._stored_bytes + found.f_bavail * found.f_frsize, "the file system has")]
+        if not self._root.can_write():
+            return quota_bytes, f"{str(self._root.path)!r} is read-only: nothing is saved there"
+        limits = [(self._stored_bytes + self._root.free_bytes(), "the file system has")]
         if self._free_memory is not None:
             limits.append((self._stored_bytes + int(self._free_memory() * MEMORY_SHARE), "memory allows"))
         allowed, why = min(limits)
         if quota_bytes <= allowed:
             return quota_bytes, ""
         return allowed, f"quota lowered from {quota_bytes} to {allowed} bytes: {why} no more"
-
-    def _can_write(self) -> bool:
-        return os.access(".", os.W_OK, dir_fd=self._root) and not os.fstatvfs(self._root).f_flag & os.ST_RDONLY
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _by_shard(all_names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

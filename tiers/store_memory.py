@@ -58,11 +58,12 @@ class MemoryStore:
         self._stored_bytes += lease.location.size_bytes
         return self.read([location.offset]) if lease.inherited else Scan()
 
-    def free(self, locations: Sequence[Location]) -> Scan:
+    def free(self, locations: Sequence[Location], living: frozenset[Owner]) -> Scan:
         """See `Store.free`."""
         for location in locations:
-            if self._is_ours(location) and self.leases.end(location.offset) is not None:
-                self._release(location, give_back=False)
+            lease = self.leases.get(location.offset) if self._is_ours(location) else None
+            if lease is not None and not (lease.inherited and lease.owner in living):
+                self._end_lease(location.offset, give_back=False)
         return Scan()
 
     def touch(self, touch: Touch) -> None:
@@ -80,12 +81,22 @@ class MemoryStore:
         """See `Store.delete`."""
         return self._delete(location, give_back=False)
 
-    def hand_over(self) -> None:
+    def hand_over(self, now_s: float) -> None:
         """See `Store.hand_over`."""
-        for offset in self.leases.hand_over():
-            lease = self.leases.end(offset)
-            if lease is not None:
-                self._release(lease.location, give_back=False)
+        for offset in self.leases.hand_over(now_s):
+            self._end_lease(offset, give_back=False)
+
+    def owner_died(self, owner: Owner) -> Scan:
+        """See `Store.owner_died`."""
+        for offset in self.leases.note_death(owner):
+            self._end_lease(offset, give_back=False)
+        return Scan()
+
+    def expire(self, now_s: float) -> Scan:
+        """See `Store.expire`."""
+        for offset in self.leases.expired(now_s):
+            self._end_lease(offset, give_back=False)
+        return Scan()
 
     def places(self) -> list[int]:
         """See `Store.places`."""
@@ -133,10 +144,17 @@ class MemoryStore:
             return 0
         row = self._rows.pop(location.offset, None)
         if row is None:
-            return 0
+            return self._end_lease(location.offset, give_back=give_back)
         self._stored_bytes -= row.size_bytes
         self._release(location, give_back=give_back)
         return row.size_bytes
+
+    def _end_lease(self, offset: int, *, give_back: bool) -> int:
+        lease = self.leases.end(offset)
+        if lease is None:
+            return 0
+        self._release(lease.location, give_back=give_back)
+        return lease.location.size_bytes
 
     def _release(self, location: Location, *, give_back: bool) -> None:
         self._wipe(location)

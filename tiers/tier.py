@@ -66,6 +66,7 @@ class TierProcess:
         self._replay: asyncio.Task[None] | None = None
         self._sweeping = False
         self._draining = False
+        self._closed = False
         actor.on(protocol.Room, self.room)
         actor.on(protocol.Free, self.free)
         actor.on(protocol.Committed, self.committed)
@@ -89,8 +90,9 @@ class TierProcess:
 
     async def drain(self, _actor: Actor) -> None:
         """Write what waits, and leave nothing in the runtime directory."""
-        self._draining = True
+        self._draining = True  # no timer begins anything new
         await self.in_thread(lambda: self.store.flush())
+        self._closed = True
         self.thread.shutdown(cancel_futures=True)
         self.store.close()
 
@@ -106,7 +108,8 @@ class TierProcess:
 
     async def free(self, message: protocol.Free, _request: Request) -> None:
         """Places were given up."""
-        await self._tell(await self.in_thread(lambda: self.store.free(message.locations)))
+        living = frozenset(Owner(peer.id, peer.incarnation) for peer in self.actor.peers.values())
+        await self._tell(await self.in_thread(lambda: self.store.free(message.locations, living)))
 
     async def committed(self, message: protocol.Committed, _request: Request) -> None:
         """A place is a row now."""
@@ -131,14 +134,17 @@ class TierProcess:
         """What the dead one held stays until the index says so, or until there is a new index."""
         pid = self._pids.pop((down.id, down.incarnation), None)
         owner = Owner(down.id, down.incarnation)
-        self.actor.spawn(self.in_thread(lambda: self.store.leases.note_death(owner)))
+        self.actor.spawn(self._owner_died(owner))
         if pid is not None and down.id.startswith("writer:"):
             self.dead_pids |= {pid}
             self.sweep_soon()
 
+    async def _owner_died(self, owner: Owner) -> None:
+        await self._tell(await self.in_thread(lambda: self.store.owner_died(owner)))
+
     async def replay(self, index: Peer) -> None:
         """Tell a new index all rows and all places that are being written, again and again until it took them."""
-        await self.in_thread(lambda: self.store.hand_over())
+        await self.in_thread(lambda: self.store.hand_over(time.monotonic()))
         while not await self._replay_once(index):
             if self.actor.peers.get("index") is not index:
                 return  # it died: the next one hears everything
@@ -188,6 +194,7 @@ class TierProcess:
         scan = await self.in_thread(lambda: self.store.sweep(time.time(), dead_pids))
         self._sweeping = False
         await self._tell(scan)
+        await self._tell(await self.in_thread(lambda: self.store.expire(time.monotonic())))
         if self.dead_pids:  # one died while we looked
             self.sweep_soon()
 
@@ -213,6 +220,8 @@ class TierProcess:
 
     async def in_thread(self, job: Callable[[], T]) -> T:
         """Run a job of the store, after those that came before."""
+        if self._closed:
+            raise asyncio.CancelledError  # the process is on its way out, and whatever still runs ends here
         return await self.actor.loop.run_in_executor(self.thread, job)
 
     def _open(self) -> None:

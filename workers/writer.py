@@ -128,7 +128,9 @@ class WriterProcess:
             view = mapping.view(message.offset, message.size_bytes)
             tokens = kvc.open_image(view, message.key).meta.token_ids
             write_temp(message, temp, view)
+            kvc.open_image(view, message.key)  # its model did not give the slab to another image meanwhile
         except (ArenaGone, CorruptImage) as error:
+            remove_temp(message, temp)
             raise Lost(f"staging: {error}") from error
         except OSError as error:
             remove_temp(message, temp)

@@ -12,7 +12,7 @@ import pytest
 
 from barrel_inference.protocol import Location, Namespace, SaveReason, Tier, Touch
 from barrel_inference.tiers import kvc
-from barrel_inference.tiers.leases import Owner
+from barrel_inference.tiers.leases import INHERITED_TTL_S, Owner
 from barrel_inference.tiers.store import Scan, Stats, Store, Want
 from barrel_inference.tiers.store_files import FileStore
 from barrel_inference.tiers.store_memory import MemoryStore
@@ -152,7 +152,7 @@ def test_lease_is_no_row(bench: Bench) -> None:
     location = bench.lease(1)
     assert location is not None
     assert bench.keys() == []
-    assert bench.store.free([location]) == Scan()
+    assert bench.store.free([location], frozenset()) == Scan()
     assert bench.store.stats() == Stats(0, 0, 0)
 
 
@@ -201,7 +201,7 @@ def test_new_index_inherits_leases(bench: Bench) -> None:
     """A lease made for a dead index survives it; when it is published the new index is told what was written."""
     location = bench.lease(1)
     assert location is not None
-    bench.store.hand_over()
+    bench.store.hand_over(0.0)
     assert [lease.location for lease in bench.store.leases] == [location]
     bench.write_image(1, location)
     assert [row.key for row in bench.store.committed(location).rows] == [key_of(1)]
@@ -212,8 +212,9 @@ def test_new_index_does_not_inherit_from_the_dead(bench: Bench) -> None:
     """Leases of an owner that died while there was no index end when the next one comes."""
     bench.lease(1)
     kept = bench.lease(2, Owner("model:other", 4))
-    bench.store.leases.note_death(OWNER)
-    bench.store.hand_over()
+    assert bench.store.owner_died(OWNER) == Scan()
+    assert len(list(bench.store.leases)) == 2
+    bench.store.hand_over(0.0)
     assert [lease.location for lease in bench.store.leases] == [kept]
 
 
@@ -225,3 +226,47 @@ def test_sweep_of_a_tidy_store_finds_nothing(bench: Bench) -> None:
     bench.write_image(2, location)
     assert bench.store.sweep(2e9, frozenset()) == Scan()
     assert bench.store.stats().rows == 1
+
+
+def test_inherited_lease_ends_with_its_owner(bench: Bench) -> None:
+    """A new index knows nothing of an old lease: when its owner dies the store ends it by itself."""
+    bench.lease(1)
+    bench.store.hand_over(0.0)
+    bench.store.owner_died(Owner(OWNER.id, OWNER.incarnation + 1))
+    assert len(list(bench.store.leases)) == 1
+    bench.store.owner_died(OWNER)
+    assert bench.store.stats() == Stats(0, 0, 0)
+
+
+def test_inherited_lease_expires(bench: Bench) -> None:
+    """An old lease that nobody publishes is not kept for ever; one that the index knows is."""
+    bench.lease(1)
+    bench.store.hand_over(100.0)
+    bench.lease(2)
+    bench.store.expire(100.0 + INHERITED_TTL_S)
+    assert [lease.key for lease in bench.store.leases] == [key_of(1), key_of(2)]
+    bench.store.expire(101.0 + INHERITED_TTL_S)
+    assert [lease.key for lease in bench.store.leases] == [key_of(2)]
+
+
+def test_deleting_a_lease_ends_it(bench: Bench) -> None:
+    """An index that refuses what was published deletes the place: it is free again."""
+    location = bench.lease(1)
+    assert location is not None
+    bench.write_image(1, location)
+    assert bench.store.delete(location) == SIZE_BYTES
+    assert bench.store.stats() == Stats(0, 0, 0)
+    assert bench.store.sweep(2e9, frozenset()) == Scan()
+
+
+def test_memory_of_a_living_writer_is_not_given_away() -> None:
+    """A place that a dead index had promised to a living process is not freed under its hands."""
+    store = MemoryStore("tier:ram", 5, QUOTA_BYTES, plenty)
+    location = store.room(OWNER, [], [Want(key_of(1), QUOTA_BYTES)], give_back=False).locations[0]
+    assert location is not None
+    store.hand_over(0.0)
+    store.free([location], frozenset({OWNER}))
+    assert store.room(OWNER, [], [Want(key_of(2), 64)], give_back=False).locations == [None]
+    store.free([location], frozenset())
+    assert store.room(OWNER, [], [Want(key_of(2), 64)], give_back=False).locations != [None]
+    store.close()

@@ -174,7 +174,8 @@ class Child:
     def call(self, message: Message, reply: type[M]) -> M:
         """Send a call and serve the world until its answer is there; raises what the child reported."""
         request_id = self.ask(message)
-        self.world.until(lambda: bool(self.socket.poll(0)))
+        self.world.until(lambda: bool(self.socket.poll(0)) or self.process.poll() is not None)
+        assert self.process.poll() is None, self._reaped()
         _route, raw_header, body = self.socket.recv_multipart()
         header = codec.decode_header(raw_header)
         assert header.request_id == request_id

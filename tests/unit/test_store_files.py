@@ -12,9 +12,10 @@ import pytest
 from barrel_inference.errors import TierUnavailable
 from barrel_inference.protocol import Location, Tier, Touch
 from barrel_inference.tiers import kvc, names
+from barrel_inference.tiers.image_root import TEMP_TTL_S
 from barrel_inference.tiers.leases import Owner
 from barrel_inference.tiers.store import Want
-from barrel_inference.tiers.store_files import TEMP_TTL_S, FileStore
+from barrel_inference.tiers.store_files import FileStore
 from tests.unit.test_kvc import KEY, META, sealed
 
 OTHER = bytes([7]) * 32
@@ -89,7 +90,7 @@ def test_rows_survive_a_restart(root: Path) -> None:
 
 def test_second_runtime_is_kept_out(root: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiers on one root would delete each other's rows: the second gives up and says why."""
-    monkeypatch.setattr("barrel_inference.tiers.store_files.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("barrel_inference.tiers.image_root.LOCK_WAIT_S", 0.0)
     with pytest.raises(TierUnavailable, match="in use by another runtime"):
         opened(root)
 
@@ -207,7 +208,7 @@ def test_file_of_a_given_up_lease_is_adopted(root: Path, store: FileStore) -> No
     assert location is not None
     put(root, OTHER)
     assert store.sweep(NOW_S, frozenset()).rows == ()
-    assert [row.key for row in store.free([location]).rows] == [OTHER]
+    assert [row.key for row in store.free([location], frozenset()).rows] == [OTHER]
 
 
 def test_published_file_that_is_not_there_is_reported(store: FileStore) -> None:
