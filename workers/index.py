@@ -32,6 +32,7 @@ REBUILD_S = 15.0
 ROOM_DEADLINE_S = 8.0  # below the deadline of those who reserve: they hear no, and not nothing
 PUBLISH_DEADLINE_S = 3.0  # for a tier to report what was published under an older index
 TOUCH_S = 2.0
+DRAIN_S = 1.0  # for a tier to take the last of it
 # A row that was found before its parent: the parent may still be on its way.
 ORPHAN_S = 10.0
 # After a model's death its writer may still be finishing from its own mapping.
@@ -459,8 +460,15 @@ class IndexProcess:
                     stored.touched.add(key)  # it reads nothing at the moment: next time
 
     async def drain(self, _actor: Actor) -> None:
-        """Nothing may be forgotten at a stop."""
+        """Nothing may be forgotten at a stop: what was told to the tiers has arrived when each answers what came after it."""
         self.touch()
+        empty = protocol.Room(
+            owner=self.actor.id, owner_incarnation=self.actor.incarnation, deletes=[], names=[], sizes=[]
+        )
+        tiers = [self.actor.peers[server] for server in self.catalog.stored.accounts if server in self.actor.peers]
+        await asyncio.gather(
+            *(tier.call(empty, protocol.Roomed, deadline_s=DRAIN_S) for tier in tiers), return_exceptions=True
+        )
 
     # --- views
 
