@@ -12,25 +12,15 @@ from typing import TYPE_CHECKING
 from barrel_inference.protocol import Location, MatchedNode, Namespace, NewNode, StoredRow, Tier
 from barrel_inference.tiers import key as keys
 from barrel_inference.tiers.eviction import hits_now
+from barrel_inference.tiers.lookup import Found, look_up
 from barrel_inference.tiers.prefix_tree import Mark, Node, Step
 from barrel_inference.tiers.reservations import Reservation, Reservations
-from barrel_inference.tiers.stored import Changes, Stored, bytes_inside, mark_is_valid
+from barrel_inference.tiers.stored import Changes, Stored, is_same, mark_is_valid
 
 if TYPE_CHECKING:
     from hashlib import _Hash
 
 _FASTEST_FIRST = {Tier.RAM: 0, Tier.RAM_FILE: 1, Tier.DISK: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The answer to a lookup."""
-
-    steps: tuple[Step, ...]
-    via: str  # exact, parent, longest, none
-    parent_tokens: int  # tokens that the given parent key stands for; 0 = it is no prefix of the prompt, or unknown
-    miss_reason: str | None
-    divergence_byte: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +76,7 @@ class Catalog:
 
     def lookup(self, namespace: Namespace, text: bytes, parent_key: bytes | None) -> Found:
         """The longest stored prefix of a prompt."""
-        tree = self.stored.trees.get(keys.namespace_id(namespace))
-        if tree is None or not tree.roots:
-            return Found((), "none", 0, "no_entry", None)
-        steps = tuple(tree.match(text))
-        matched = sum(step.matched_bytes for step in steps)
-        parent_tokens = _parent_tokens(parent_key, steps)
-        via = "none"
-        if steps:
-            is_whole = matched == len(text) and _is_named(steps[-1], keys.key_of(namespace, text))
-            is_parent = parent_tokens and parent_tokens >= _whole_tokens(steps[-1])
-            via = "exact" if is_whole else "parent" if is_parent else "longest"
-        divergence = matched if matched < len(text) else None
-        return Found(steps, via, parent_tokens, None if steps else "diverged", divergence)
+        return look_up(self.stored.trees.get(keys.namespace_id(namespace)), namespace, text, parent_key)
 
     def claim(self, owner: str, incarnation: int, steps: Iterable[Step]) -> int:
         """Protect a path until `release`."""
@@ -172,7 +150,7 @@ class Catalog:
         if node.key in self.reservations.by_key:
             return "conflict", None
         known = self.stored.nodes.get(node.key)
-        if known is not None and (server in known.copies or not _is_same_cut(known, node)):
+        if known is not None and (server in known.copies or not is_same(known, node)):
             return "already_present", None
         above = self._digest_above(namespace, node.parent_key, node.start_tokens)
         if above is None:
@@ -266,7 +244,7 @@ class Catalog:
             if not self.stored.attach(reservation.namespace, node):
                 self._give_back(reservation, changes)
                 return
-        elif location.server in node.copies or not _is_same_cut(node, new):
+        elif location.server in node.copies or not is_same(node, new):
             self._give_back(reservation, changes)
             return
         self._forget(reservation)
@@ -378,41 +356,6 @@ class Catalog:
             assert not node.is_pinned or (node.tree is not None and node.tree.pinned is node)
         for claim in self.claims.values():
             assert all(node.claims > 0 for node in claim.nodes)
-
-
-def _parent_tokens(parent_key: bytes | None, steps: Iterable[Step]) -> int:
-    """The parent's length, if its bytes are a prefix of the prompt: then it lies on the matched path."""
-    for step in steps if parent_key is not None else ():
-        if step.node.key == parent_key:
-            return step.node.end_tokens if step.matched_bytes == len(step.node.text) else 0
-        for mark in step.node.marks:
-            if mark.key == parent_key:
-                return mark.tokens if bytes_inside(step.node, mark.tokens) <= step.matched_bytes else 0
-    return 0
-
-
-def _is_named(last: Step, key: bytes) -> bool:
-    """Is the end of a match a node's end or a mark?"""
-    return last.node.key == key or any(mark.key == key for mark in last.node.marks)
-
-
-def _whole_tokens(last: Step) -> int:
-    """Tokens of a match, from the root, that are matched to their end."""
-    if last.matched_bytes == len(last.node.text):
-        return last.node.end_tokens
-    tokens, left = last.node.start_tokens, last.matched_bytes
-    for length in keys.unpack_u32(last.node.token_bytes):
-        left -= length
-        if left < 0:
-            break
-        tokens += 1
-    return tokens
-
-
-def _is_same_cut(node: Node, new: NewNode) -> bool:
-    """Would this be another copy of the stored node? Its key alone says so of the bytes, not of how they are cut."""
-    mine = (node.parent_key, node.start_tokens, node.token_ids, node.snapshot)
-    return mine == (new.parent_key, new.start_tokens, new.token_ids, new.snapshot)
 
 
 def _is_well_formed(node: NewNode) -> bool:

@@ -7,7 +7,7 @@ start: the parent may be reported again.
 
 from dataclasses import dataclass, field
 
-from barrel_inference.protocol import Location, Namespace, SaveReason, StoredRow, Tier
+from barrel_inference.protocol import Location, Namespace, NewNode, SaveReason, StoredRow, Tier
 from barrel_inference.tiers import key as keys
 from barrel_inference.tiers.eviction import Victims
 from barrel_inference.tiers.prefix_tree import BadKey, Mark, Node, Tree, digest_below
@@ -276,8 +276,8 @@ def bytes_inside(node: Node, tokens: int) -> int:
     return sum(keys.unpack_u32(node.token_bytes)[: max(0, tokens - node.start_tokens)])
 
 
-def is_same(node: Node, row: StoredRow) -> bool:
-    """Is this row another copy of the node? Its key alone says so of the bytes, not of how they are cut."""
+def is_same(node: Node, row: StoredRow | NewNode) -> bool:
+    """Is this another copy of the node? Its key alone says so of the bytes, not of how they are cut."""
     mine = (node.parent_key, node.start_tokens, node.token_ids, node.snapshot)
     return mine == (row.parent_key, row.start_tokens, row.token_ids, row.snapshot)
 

@@ -3,33 +3,33 @@
 Run as `python -P -m barrel_inference.workers.index index`. Restart: always. While it is down, prompts are computed cold and
 nothing is saved; models keep running. After a restart the tiers tell it what they hold.
 
-Decisions are the catalog's (pure); this file carries them to the tiers and answers.
+Decisions are the catalog's (pure, tiers/catalog.py). This file answers; index_room.py finds room for saves, index_errands.py
+carries decisions to the tiers, index_rows.py says how rows look from outside.
 
-Order matters: a deletion is sent in the same turn of the loop in which it was decided, and each tier does what it is told in
-that order. So a place that was given up is empty before anybody is promised it again.
+A save counts once, when its last node is published; a mark that is a new row counts too.
 """
 
 import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from barrel_inference import protocol
 from barrel_inference.actor import Actor, Request, run
-from barrel_inference.errors import BarrelError, NotFound, ProtocolError
-from barrel_inference.protocol import Location, NewNode, Tier
+from barrel_inference.errors import NotFound, ProtocolError
+from barrel_inference.protocol import Location, Tier
 from barrel_inference.tiers.catalog import Catalog
 from barrel_inference.tiers.prefix_tree import Mark
-from barrel_inference.tiers.reservations import Reservation
 from barrel_inference.tiers.stored import Changes
 from barrel_inference.workers import index_rows
+from barrel_inference.workers.index_errands import Errands
+from barrel_inference.workers.index_room import Rooms
 
 REBUILD_WAIT_S = 0.2  # a lookup waits that long for the tiers' replay
 # After so long, nobody waits any more for a tier that has not reported: it may have failed for good.
 REBUILD_S = 15.0
-ROOM_DEADLINE_S = 8.0  # below the deadline of those who reserve: they hear no, and not nothing
 PUBLISH_DEADLINE_S = 3.0  # for a tier to report what was published under an older index
 TOUCH_S = 2.0
 DRAIN_S = 1.0  # for a tier to take the last of it
@@ -59,11 +59,12 @@ class IndexProcess:
         self._epoch = actor.incarnation % 2**31
         self.catalog = Catalog(first_token=self._epoch << 32)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.errands = Errands(actor, self.catalog, self.counters)
+        self.rooms = Rooms(actor, self.catalog, self.counters, self.errands)
         self._expected = {
             f"tier:{name}" for name, tier in actor.boot.settings.get("tiers", {}).items() if tier.get("enabled", True)
         }
         self._replayed = asyncio.Event()
-        self._settled: dict[bytes, asyncio.Event] = {}  # by the key that somebody waits for
         self._landed: dict[tuple[str, int, str], asyncio.Event] = {}  # by the place that somebody waits for
         self._touch_soon = False
         on = actor.on
@@ -102,7 +103,7 @@ class IndexProcess:
             await _within(self._replayed.wait(), REBUILD_WAIT_S)
         parent_key = message.parent_key
         if parent_key is not None and message.wait_ms and parent_key in self.catalog.reservations.by_key:
-            await _within(self._settled.setdefault(parent_key, asyncio.Event()).wait(), message.wait_ms / 1000)
+            await _within(self.errands.settled(parent_key).wait(), message.wait_ms / 1000)
         began_ns = time.perf_counter_ns()
         found = self.catalog.lookup(message.namespace, message.text, parent_key)
         self.counters["longest_prefix_probes"] += found.via != "exact"
@@ -131,7 +132,7 @@ class IndexProcess:
         for key, server in message.corrupt:
             changes = self.catalog.lose(server, key)
             self.counters["corrupt_files"] += bool(changes.deletes)
-            self._carry_out(changes)
+            self.errands.carry_out(changes)
 
     # --- saves
 
@@ -147,121 +148,8 @@ class IndexProcess:
         )
 
     async def reserve(self, message: protocol.Reserve, request: Request) -> protocol.Grants:
-        """Places for nodes, root first; what does not fit is left off at the end."""
-        owner = self._owner(message.model_id)
-        if (
-            owner is None
-            or message.server not in self.actor.peers
-            or message.server not in self.catalog.stored.accounts
-        ):
-            grants = [protocol.Grant(status="tier_down") for _ in message.nodes]
-        else:
-            statuses, made, changes = self._promise(message, owner)
-            wanted = [reservation for reservation in made if reservation is not None]
-            deletes = changes.deletes.pop(message.server, [])
-            self._carry_out(changes)
-            placed = await self._place(message.server, owner, wanted, deletes)
-            if request.deadline_s is not None and time.monotonic() > request.deadline_s:
-                self._abort(wanted)  # nobody hears the answer
-            grants = [
-                self._grant(status, reservation, placed) for status, reservation in zip(statuses, made, strict=True)
-            ]
-        self.counters["duplicate_dropped"] += sum(grant.status in ("already_present", "conflict") for grant in grants)
-        self.counters["saves_dropped"] += any(
-            grant.status not in ("granted", "already_present", "conflict") for grant in grants
-        )
-        return protocol.Grants(grants=grants)
-
-    def _promise(
-        self, message: protocol.Reserve, owner: tuple[str, int]
-    ) -> tuple[list[str], list[Reservation | None], Changes]:
-        """Judge each node and reserve its bytes; collects what has to be deleted for them."""
-        all_changes = Changes()
-        statuses: list[str] = []
-        made: list[Reservation | None] = []
-        last = len(message.nodes) - 1
-        for number, node in enumerate(message.nodes):
-            status, reservation = self._promise_one(message, node, owner, number == last, all_changes)
-            statuses.append(status)
-            made.append(reservation)
-        return statuses, made, all_changes
-
-    def _promise_one(
-        self, message: protocol.Reserve, node: NewNode, owner: tuple[str, int], is_last: bool, all_changes: Changes
-    ) -> tuple[str, Reservation | None]:
-        catalog = self.catalog
-        status, digest = catalog.judge(message.namespace, node, message.server)
-        if digest is None:
-            return status, None
-        spare = frozenset() if node.parent_key is None else frozenset({node.parent_key})
-        fits, changes = catalog.make_room(message.server, node.size_bytes, time.time(), spare)
-        all_changes.add(changes)
-        if not fits:
-            return "no_space", None
-        reservation = Reservation(
-            catalog.reservations.new_token(), message.namespace, message.model_id, node, message.server, *owner,
-            is_last=is_last, digest=digest, made_s=time.monotonic(),
-        )  # fmt: skip
-        catalog.reserve(reservation)
-        return status, reservation
-
-    async def _place(
-        self, server: str, owner: tuple[str, int], wanted: list[Reservation], deletes: list[Location]
-    ) -> dict[int, Location | None]:
-        """Have the tier delete and allocate: the place by token, None where there is no room; nothing at all = it is down.
-
-        A tier that takes too long is not waited for; what it promises after all is given back.
-        """
-        if not wanted and not deletes:
-            return {}
-        room = self.actor.spawn(self._room(server, owner, wanted, deletes))
-        done, _ = await asyncio.wait({room}, timeout=ROOM_DEADLINE_S)
-        if not done or room.result() is None:
-            self._abort(wanted)
-            return {}
-        places: dict[int, Location | None] = room.result()
-        return places
-
-    async def _room(
-        self, server: str, owner: tuple[str, int], wanted: list[Reservation], deletes: list[Location]
-    ) -> dict[int, Location | None] | None:
-        room = protocol.Room(
-            owner=owner[0], owner_incarnation=owner[1], deletes=deletes,
-            names=[r.node.key for r in wanted], sizes=[r.node.size_bytes for r in wanted],
-        )  # fmt: skip
-        try:
-            reply = await self.actor.peer(server).call(room, protocol.Roomed)
-        except BarrelError as error:
-            self.actor.log.warning("room.failed", server=server, code=error.code)
-            return None
-        changes = Changes()
-        for reservation, location in zip(wanted, reply.locations, strict=True):
-            if reservation.token in self.catalog.reservations.by_token:
-                reservation.location = location
-                if location is None:
-                    changes.add(self.catalog.abort(reservation.token))
-            elif location is not None:  # its owner died, or was told no, while the tier was busy
-                changes.frees.append(location)
-        self._carry_out(changes)
-        return {r.token: location for r, location in zip(wanted, reply.locations, strict=True)}
-
-    def _grant(
-        self, status: str, reservation: Reservation | None, placed: dict[int, Location | None]
-    ) -> protocol.Grant:
-        if reservation is None:
-            return protocol.Grant(status=status)
-        if reservation.token not in placed:
-            return protocol.Grant(status="tier_down")
-        location = placed[reservation.token]
-        if location is None or reservation.token not in self.catalog.reservations.by_token:
-            return protocol.Grant(status="no_space")
-        return protocol.Grant(status=status, token=reservation.token, location=location)
-
-    def _abort(self, reservations: Iterable[Reservation]) -> None:
-        changes = Changes()
-        for reservation in reservations:
-            changes.add(self.catalog.abort(reservation.token))
-        self._carry_out(changes)
+        """Places for nodes, root first."""
+        return await self.rooms.reserve(message, request, self._owner(message.model_id))
 
     def check_reservation(self, message: protocol.CheckReservation, _request: Request) -> protocol.Ok:
         """Is a writer's token still good?"""
@@ -280,7 +168,7 @@ class IndexProcess:
         for reason in changes.saved:
             self.counters[f"saves_{reason.value}"] += 1
         self.counters["duplicate_dropped"] += message.adopted
-        self._carry_out(changes)
+        self.errands.carry_out(changes)
         if message.location in changes.frees:
             raise NotFound("what this node goes on from is not stored any more")
         return protocol.Ok()
@@ -305,7 +193,7 @@ class IndexProcess:
             is_open = token in self.catalog.reservations.by_token
             self.counters["saves_dropped"] += is_open and message.reason == "failed"
             changes.add(self.catalog.abort(token))
-        self._carry_out(changes)
+        self.errands.carry_out(changes)
 
     def add_mark(self, message: protocol.AddMark, _request: Request) -> protocol.Ok:
         """Name a point of a stored node."""
@@ -330,37 +218,9 @@ class IndexProcess:
             servers = [one.server for one in self.catalog.stored.accounts.values() if one.kind.value in kinds]
         changes = self.catalog.evict(servers, message.bytes, time.time())
         evicted = protocol.Evicted(rows=changes.evicted, bytes=changes.dropped_bytes)
-        for deletion in self._carry_out(changes, give_back=True):
+        for deletion in self.errands.carry_out(changes, give_back=True):
             await deletion
         return evicted
-
-    def _carry_out(self, changes: Changes, *, give_back: bool = False) -> "list[asyncio.Task[None]]":
-        """Tell tiers and waiters what has changed; the tasks end when the tiers have deleted."""
-        self.counters["evictions"] += changes.evicted
-        for location in changes.committed:
-            self.actor.cast(location.server, protocol.Committed(location=location))
-        for location in changes.frees:
-            self.actor.cast(location.server, protocol.Free(locations=[location]))
-        for key in changes.settled:
-            if (event := self._settled.pop(key, None)) is not None:
-                event.set()
-        return [
-            self.actor.spawn(self._delete(server, locations, give_back))
-            for server, locations in changes.deletes.items()
-        ]
-
-    async def _delete(self, server: str, locations: list[Location], give_back: bool) -> None:
-        peer = self.actor.peers.get(server)
-        if peer is None:
-            return  # its bytes are gone with it, or it reports them again
-        room = protocol.Room(
-            owner=self.actor.id, owner_incarnation=self.actor.incarnation, deletes=locations, names=[], sizes=[],
-            give_back=give_back,
-        )  # fmt: skip
-        try:
-            await peer.call(room, protocol.Roomed)
-        except BarrelError as error:
-            self.actor.log.warning("delete.failed", server=server, code=error.code)
 
     # --- tiers and deaths
 
@@ -383,7 +243,7 @@ class IndexProcess:
                 self._replayed.set()
                 changes.add(catalog.stored.drop_orphans())
             changes.add(catalog.make_room(message.server, 0, now_s)[1])
-        for deletion in self._carry_out(changes):
+        for deletion in self.errands.carry_out(changes):
             await deletion
         return protocol.Ok()
 
@@ -410,7 +270,7 @@ class IndexProcess:
             self._land(location)
             if message.row.parent_key in self.catalog.stored.orphans:
                 self.actor.loop.call_later(ORPHAN_S, self._drop_orphans)
-        for deletion in self._carry_out(changes):
+        for deletion in self.errands.carry_out(changes):
             await deletion
         if is_refused:
             raise NotFound("the row belongs to nothing that is stored")
@@ -418,28 +278,28 @@ class IndexProcess:
 
     def _drop_orphans(self) -> None:
         if self._replayed.is_set():
-            self._carry_out(self.catalog.stored.drop_orphans())
+            self.errands.carry_out(self.catalog.stored.drop_orphans())
 
     def lost(self, message: protocol.Lost, _request: Request) -> None:
         """Copies are gone or unreadable."""
         for key in message.keys:
             self.counters["corrupt_files"] += message.corrupt
-            self._carry_out(self.catalog.lose(message.server, key))
+            self.errands.carry_out(self.catalog.lose(message.server, key))
 
     def peer_down(self, down: protocol.Down) -> None:
         """Release what a dead incarnation held."""
         account = self.catalog.stored.accounts.get(down.id)
         if account is not None and account.incarnation == down.incarnation:
-            self._carry_out(self.catalog.close_tier(down.id))
+            self.errands.carry_out(self.catalog.close_tier(down.id))
             return
         for reservation in self.catalog.release_owner(down.id, down.incarnation):
             if reservation.location is not None and reservation.location.name:
-                self.actor.loop.call_later(LATE_WRITE_S, self._abort, [reservation])
+                self.actor.loop.call_later(LATE_WRITE_S, self.errands.abort, [reservation])
             else:
-                self._abort([reservation])
+                self.errands.abort([reservation])
 
     def _expire(self) -> None:
-        self._abort(self.catalog.expired(time.monotonic() - RESERVATION_S))
+        self.errands.abort(self.catalog.expired(time.monotonic() - RESERVATION_S))
 
     def _touch_shortly(self) -> None:
         """Marks and pins are somebody's order, unlike recency: they do not wait for the next round."""
