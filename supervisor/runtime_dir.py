@@ -34,17 +34,17 @@ def claim(path: Path, option: str) -> int:
 
 
 def sweep(path: Path) -> None:
-    """Remove what a runtime leaves when it is killed: sockets and arenas."""
+    """Remove what a runtime leaves when it is killed: sockets, arenas and black boxes."""
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
-            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode) or entry.name.endswith(".arena"):
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode) or entry.name.endswith((".arena", ".box")):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(entry.path)
 
 
 def remove_child_files(path: Path, child_id: str) -> None:
-    """Remove the sockets of a child that is gone."""
-    for name in (child_id, f"{child_id}.arena"):
+    """Remove what a child that is gone had here."""
+    for name in (child_id, f"{child_id}.arena", f"{child_id}.box"):
         with contextlib.suppress(FileNotFoundError):
             (path / name).unlink()
 

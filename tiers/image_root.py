@@ -30,17 +30,22 @@ class ImageRoot:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._root = self._open()
-        try:
-            self._lock = self._take_lock(self._root)
-        except TierUnavailable:
-            os.close(self._root)
-            raise
+        self._root, self._lock = self._acquire()
 
     def close(self) -> None:
         """Let go of it, for the next."""
         os.close(self._lock)
         os.close(self._root)
+
+    def remove_if_empty(self) -> None:
+        """Leave nothing behind where there is nothing to keep; to be closed afterwards."""
+        for shard in _SHARDS:
+            with contextlib.suppress(OSError):
+                os.rmdir(shard, dir_fd=self._root)
+        with contextlib.suppress(OSError):
+            if os.listdir(self._root) == [_LOCK_NAME]:
+                os.unlink(_LOCK_NAME, dir_fd=self._root)
+                os.rmdir(self.path)
 
     @contextlib.contextmanager
     def shard(self, shard: str) -> Iterator[int]:
@@ -81,8 +86,7 @@ class ImageRoot:
             if os.path.samestat(os.stat(self.path), os.fstat(self._root)):
                 return
         with contextlib.suppress(TierUnavailable):
-            root = self._open()
-            lock = self._take_lock(root)
+            root, lock = self._acquire()
             self.close()
             self._root, self._lock = root, lock
 
@@ -112,6 +116,30 @@ class ImageRoot:
                         ):
                             os.unlink(entry.name, dir_fd=directory)
 
+    def _acquire(self) -> tuple[int, int]:
+        """Root and lock, of the directory that has the name now: the one before may have been removed while we waited."""
+        while True:
+            root = self._open()
+            try:
+                lock = self._take_lock(root)
+            except TierUnavailable:
+                os.close(root)
+                raise
+            if self._is_current(root, lock):
+                return root, lock
+            os.close(lock)
+            os.close(root)
+
+    def _is_current(self, root: int, lock: int) -> bool:
+        opened, locked = os.fstat(root), os.fstat(lock)
+        try:
+            if not os.path.samestat(os.stat(self.path), opened):
+                return False
+            # On a read-only file system the root stands for the lock.
+            return os.path.samestat(locked, opened) or os.path.samestat(os.stat(_LOCK_NAME, dir_fd=root), locked)
+        except FileNotFoundError:
+            return False
+
     def _open(self) -> int:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,7 +155,8 @@ class ImageRoot:
 
     def _take_lock(self, root: int) -> int:
         """The lock's descriptor, once whoever held it before let go."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        # For reading: a file that is open for writing keeps an administrator from remounting the file system read-only.
+        flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             descriptor = os.open(_LOCK_NAME, flags, 0o600, dir_fd=root)
         except OSError:

@@ -38,6 +38,7 @@ class Recorder:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     saves: list[SaveOrder] = field(default_factory=list)
     on_piece: Callable[[Job], None] = lambda _job: None
+    computing: set[str] = field(default_factory=set)
     bug: BaseException | None = None
 
     def resolve(self, job: Job) -> None:
@@ -58,6 +59,12 @@ class Recorder:
     def ended(self, job: Job, context: tuple[int, ...]) -> None:
         self.contexts[job.id] = context
         self.done[job.id].set()
+
+    def computes(self, job: Job) -> None:
+        self.computing.add(job.id)
+
+    def rests(self, job: Job) -> None:
+        self.computing.discard(job.id)
 
     def changed(self) -> None:
         pass

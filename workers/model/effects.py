@@ -74,6 +74,12 @@ class Effects(Protocol):
     def ended(self, job: Job, context: tuple[int, ...]) -> None:
         """The request is over; its saves may still be under way. `context` is what its sequence holds."""
 
+    def computes(self, job: Job) -> None:
+        """From now on the request may be the one that kills us."""
+
+    def rests(self, job: Job) -> None:
+        """It waits, or has ended."""
+
     def changed(self) -> None:
         """Something that observers see has changed."""
 

@@ -15,6 +15,7 @@ from barrel_inference.actor import Actor, Request
 from barrel_inference.errors import ContextOverflow, InternalError, InvalidArgument, Overloaded
 from barrel_inference.protocol import Complete, Completed, HitKind, Message, SaveReason
 from barrel_inference.transport import Unreachable
+from barrel_inference.workers.blackbox import Recorder, path_of
 from barrel_inference.workers.model.cache_client import CacheClient, SaveResult
 from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Engine
@@ -75,9 +76,12 @@ class Gateway:
         self.last_hit: dict[str, Any] | None = None
         self.last_used_unix_s = 0.0
         self.max_queue = 1024
+        self.recorder = Recorder(path_of(actor.runtime_dir, actor.id))
         self._outbox: deque[Callable[[], Any]] = deque()
         self._wake_sent = False
         self._counted_prefilled = 0
+        self._ending: set[asyncio.Task[None]] = set()
+        self._saving: set[asyncio.Task[None]] = set()
         actor.on(Complete, self.complete)
         actor.on(protocol.Cancel, self._cancel)
         actor.on(protocol.Credit, self._credit)
@@ -89,15 +93,17 @@ class Gateway:
     async def complete(self, spec: Complete, request: Request) -> None:
         """Admit one request; its answer comes through the stream."""
         salt = self.salt(request)
-        prompt = await self._prompt(spec)
-        job = self._job(spec, request, prompt, salt)
+        if request.id not in self.open:
+            self.recorder.computes(request.id)
+        try:
+            prompt = await self._prompt(spec)
+            job = self._job(spec, request, prompt, salt)
+            self._check_queue(request)
+        finally:  # here, not in the engine's thread: that may be dying of another request just now
+            if request.id not in self.open:
+                self.recorder.rests(request.id)
         if (older := self.open.get(request.id)) is not None:  # a resubmission overtook the first try
             self._drop(older)
-        if len(self.open) >= self.max_queue:
-            raise Overloaded(
-                f"{len(self.open)} requests wait for this model",
-                hint="send fewer at once, or raise limits.max_queue_per_model",
-            )
 
         def send(kind: str, body: Message) -> None:
             try:
@@ -114,6 +120,13 @@ class Gateway:
             )
         self.last_used_unix_s = time.time()
         self.scheduler.post(lambda: self.scheduler.submit(job))
+
+    def _check_queue(self, request: Request) -> None:
+        if len(self.open) >= self.max_queue and request.id not in self.open:
+            raise Overloaded(
+                f"{len(self.open)} requests wait for this model",
+                hint="send fewer at once, or raise limits.max_queue_per_model",
+            )
 
     def salt(self, request: Request) -> bytes:
         """What separates this caller's cache from others': the runtime's own salt and the tenant the router named."""
@@ -267,7 +280,11 @@ class Gateway:
         entry = self.open.get(order.job.id) if order.job else None
         if entry is not None:
             entry.saves.append(accepted)
-        self.actor.spawn(self.cache.save(order, accepted))
+        self._note(self._saving, self.actor.spawn(self.cache.save(order, accepted)))
+
+    def _note(self, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
         """Stream to the caller."""
@@ -280,7 +297,18 @@ class Gateway:
 
     def ended(self, job: Job, context: tuple[int, ...]) -> None:
         """The request is over."""
-        self._hop(lambda: self.actor.spawn(self._ended(job, context)))
+        self._hop(lambda: self._begin_end(job, context))
+
+    def _begin_end(self, job: Job, context: tuple[int, ...]) -> None:
+        self._note(self._ending, self.actor.spawn(self._ended(job, context)))
+
+    def computes(self, job: Job) -> None:
+        """Note it where the router can read it when we are dead."""
+        self.recorder.computes(job.id)
+
+    def rests(self, job: Job) -> None:
+        """Take the note back."""
+        self.recorder.rests(job.id)
 
     def changed(self) -> None:
         """Observers' row has changed."""
@@ -360,9 +388,18 @@ class Gateway:
         )
         return body
 
-    def fail_all(self) -> None:
-        """Stopping: whatever is still open gets an answer."""
+    async def saves(self) -> None:
+        """Wait for the saves under way: what they hold must be with a writer or a tier before our memory goes."""
+        if self._saving:
+            await asyncio.wait(self._saving)
+
+    async def close(self) -> None:
+        """Stopping, and the engine has ended every request: let each caller have its end, whether it reads or not."""
         for entry in list(self.open.values()):
+            entry.stream.last_call()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=ACCEPT_DEADLINE_S)
+        for entry in list(self.open.values()):  # the engine did not come to them in time
             entry.request.error(InternalError("the model process stopped before the request ended"))
         self.open.clear()
 

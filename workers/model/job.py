@@ -9,6 +9,9 @@ from barrel_inference.protocol import Complete, HitKind
 from barrel_inference.workers.model.engine import Sampler
 from barrel_inference.workers.model.text import Scanner
 
+# One death may be anybody's. After a second one, whoever was there both times runs alone: what then dies is to blame.
+SUSPECT_DEATHS = 2
+
 
 class Stage(StrEnum):
     """Where a request stands; also the phase of its progress events."""
@@ -81,6 +84,11 @@ class Job:
         """Fix the context: tokens reused from a stored or live prefix, then the rest of prompt and generated tokens."""
         self.tokens = [*head, *rest]
         self.prompt_tokens = len(self.tokens) - len(self.generated)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Did models die while they computed it, so often that it has to show alone whether it is the cause?"""
+        return self.spec.resume is not None and self.spec.resume.deaths >= SUSPECT_DEATHS
 
     @property
     def is_running(self) -> bool:

@@ -287,10 +287,12 @@ class ModelProcess:
         """End every stream, save every sequence, most valuable first, within `evict_save_timeout_ms`."""
         timeout_s = int(self.settings["cache"]["evict_save_timeout_ms"]) / 1000
         try:
-            await asyncio.wait_for(self._on_engine(self.scheduler.save_everything), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._on_engine(self.scheduler.save_everything)
+                await self.gateway.saves()
         except TimeoutError:
             self.actor.log.warning("shutdown.save_timed_out", error=DeadlineExceeded.code, timeout_s=timeout_s)
-        self.gateway.fail_all()
+        await self.gateway.close()
         self.scheduler.stop()
         await asyncio.to_thread(self.scheduler.join, 5.0)
         if self.staging is not None:

@@ -296,7 +296,8 @@ class Scheduler:
     # --- admission and placement
 
     def _could_start(self, job: Job) -> bool:
-        if self.limits.deterministic and (self.running or any(j.stage is not Stage.QUEUED for j in self.waiting)):
+        others = [*self.running.values(), *(j for j in self.waiting if j.stage is not Stage.QUEUED)]
+        if others and (self.limits.deterministic or job.is_suspect or any(other.is_suspect for other in others)):
             return False
         under_way = sum(j.stage in (Stage.RESOLVING, Stage.PLACING) for j in self.waiting)
         if job.spec.session_id and self.table.of_session(job.spec.session_id, job.salt):
@@ -369,6 +370,7 @@ class Scheduler:
 
     def _occupy(self, job: Job, decision: Placement, found: Found) -> None:
         """Give a request its sequence, with what the sequence is to hold of the prompt already."""
+        self.effects.computes(job)
         s = self.table[decision.target or 0]
         wanted = [*job.prompt, *job.generated]
         if decision.stored:
@@ -654,6 +656,7 @@ class Scheduler:
         self._save(s, len(s.tokens), SaveReason.EVICT, job=job)
         job.seq, job.stage = None, Stage.QUEUED
         self.waiting.insert(0, job)
+        self.effects.rests(job)
         if session and job.spec.session_id:
             self.active_sessions.add((job.spec.session_id, job.salt))
         self.effects.changed()
@@ -737,6 +740,7 @@ class Scheduler:
         if job.sampler is not None:
             job.sampler.close()
             job.sampler = None
+        self.effects.rests(job)
         self.effects.ended(job, context)
         self.effects.changed()
 

@@ -20,6 +20,7 @@ class Stream:
         self._seed: int | None = seed
         self._waiting: list[Piece] = []
         self._finish: Callable[[], None] | None = None
+        self._is_last_call = False
 
     def grant(self, events: int) -> None:
         """The caller is ready for more events."""
@@ -43,8 +44,13 @@ class Stream:
         self._finish = finish
         self._pump()
 
+    def last_call(self) -> None:
+        """The process ends: what waits is sent now, and the rest as it comes, credit or not; the reader keeps it."""
+        self._is_last_call = True
+        self._pump()
+
     def _pump(self) -> None:
-        while self._waiting and self._credit > 0:
+        while self._waiting and (self._credit > 0 or self._is_last_call):
             piece = self._waiting.pop(0)
             self._credit -= 1
             self._send(piece.kind, TokenEvent(data=piece.data, token_ids=list(piece.token_ids), seed=self._seed))
