@@ -157,6 +157,8 @@ class FileStore:
     def close(self) -> None:
         """See `Store.close`."""
         self.flush()
+        if self.kind is Tier.RAM_FILE:  # a directory on disk is somebody's choice, one in memory is ours
+            self._root.remove_if_empty()
         self._root.close()
 
     # --- one file

@@ -96,10 +96,12 @@ class World:
 
     def close(self) -> None:
         """End everything."""
-        for child in self.children:
-            child.kill()
-        self.context.destroy(0)
-        shutil.rmtree(self.runtime_dir)
+        try:
+            for child in self.children:
+                child.kill()
+        finally:
+            self.context.destroy(0)
+            shutil.rmtree(self.runtime_dir)
 
     def _server(self, name: str) -> "zmq.Socket[bytes]":
         socket = self.context.socket(zmq.ROUTER)

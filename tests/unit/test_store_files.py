@@ -253,3 +253,28 @@ def test_trailer_of_a_changed_file_is_not_written(root: Path, store: FileStore) 
     store.touch(Touch(location=row.location, last_used_unix_s=1.0, hits=1, marks=[], pinned=False))
     store.flush()
     assert (root / row.location.name).read_bytes() == b"x" * 5000
+
+
+def test_empty_root_in_memory_goes_at_the_end(root: Path) -> None:
+    """A memory tier that holds nothing leaves nothing behind; one with a row, and one on disk, stay."""
+    store = opened(root, kind=Tier.RAM_FILE, free_bytes=1 << 30)
+    store.room(OWNER, [], [Want(OTHER, 2048)], give_back=False)
+    store.close()
+    assert not root.exists()
+    opened(root).close()
+    assert root.exists()
+    put(root, KEY)
+    opened(root, kind=Tier.RAM_FILE, free_bytes=1 << 30).close()
+    assert (root / names.file_name(KEY)).exists()
+
+
+def test_successor_of_one_that_removed_its_root(root: Path) -> None:
+    """A tier that waited for a lock which was removed with its directory makes both anew."""
+    first = opened(root, kind=Tier.RAM_FILE, free_bytes=1 << 30)
+    got: list[FileStore] = []
+    thread = threading.Thread(target=lambda: got.append(opened(root)))
+    thread.start()
+    first.close()
+    thread.join()
+    assert (root / ".lock").exists()
+    got[0].close()
