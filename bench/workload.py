@@ -1,0 +1,44 @@
+"""What is measured: prompts of a given length, as token ids, so that tokenising takes no part."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+N_CTX = 8192
+N_BATCH = 512
+THREADS = 2
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """A prompt that shares no prefix with one of another seed. Ids of ordinary words of the model's vocabulary."""
+    source = random.Random(seed)
+    return [source.randrange(1000, 40_000) for _ in range(tokens)]
+
+
+@dataclass
+class Samples:
+    """Raw figures of one cell."""
+
+    unit: str
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.values)
+
+    def summary(self) -> dict[str, Any]:
+        """Median, spread and raw values."""
+        ordered = sorted(self.values)
+        quarter = len(ordered) // 4
+        return asdict(self) | {
+            "median": self.median, "min": ordered[0], "low": ordered[quarter], "high": ordered[-1 - quarter],
+        }  # fmt: skip
+
+
+def ratio(a: Samples, b: Samples) -> float:
+    """Median of the ratios pair by pair: it holds when the machine's speed drifts during the run."""
+    pairs: Sequence[tuple[float, float]] = list(zip(a.values, b.values, strict=False))
+    return statistics.median(x / y for x, y in pairs)
