@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types bench soak docs clean
+.PHONY: demo test lint bench bench-quick soak docs clean
 
 demo: .venv/.ready                ## the main job, on a real model
 	$(BIN)/python -P examples/demo.py
@@ -17,6 +17,14 @@ lint: .venv/.ready                ## style, types, direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+bench: .venv/.ready               ## everything side by side with its floor and llama-server (builds it once); about an hour
+	$(BIN)/pip install --quiet matplotlib cmake ninja
+	$(BIN)/python bench/run.py
+
+bench-quick: .venv/.ready         ## the same with few repetitions, under five minutes
+	$(BIN)/pip install --quiet matplotlib
+	$(BIN)/python bench/run.py --quick
 
 clean:                            ## remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
