@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from barrel_inference import codec, protocol
+from barrel_inference import codec, curve, protocol
 from barrel_inference.errors import ProtocolError
 from barrel_inference.protocol import ErrorBody, Header, Kind, Message
 from barrel_inference.resubmission import ConnectionLost
@@ -45,7 +45,7 @@ class Connection:
         self._calls: dict[str, Call] = {}
         self._linked: asyncio.Future[bool] = self._loop.create_future()
         self.is_lost = False
-        self._socket = connect_dealer(context, endpoint, self._on_frames, self._on_link)
+        self._socket = connect_dealer(context, endpoint, self._on_frames, self._on_link, curve.client_keys(endpoint))
         self._silence_timer = self._loop.call_later(SILENCE_CHECK_S, self._check_silence)
 
     async def linked(self) -> bool:

@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import zmq
 
@@ -26,6 +26,14 @@ MAX_SOCKET_PATH_BYTES = 107
 HIGH_WATER_MESSAGES = 2000
 
 Frames = list[bytes]
+
+
+class CurveKeys(NamedTuple):
+    """What a client needs to get in over TCP, in Z85 as ZeroMQ takes it."""
+
+    public: bytes
+    secret: bytes
+    server: bytes  # the runtime's public key
 
 
 class Unreachable(Exception):
@@ -48,6 +56,7 @@ class Socket:
         self._fd = cast(int, zsocket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._drain_soon = False
+        self._tells_users = False
         self.closed = False
         self._schedule()  # messages may have arrived before the reader was added
 
@@ -66,6 +75,19 @@ class Socket:
             if not self.closed and self._is_readable():
                 self._schedule()
 
+    def bind_curve(self, address: str, *, public: bytes, secret: bytes, domain: bytes) -> None:
+        """Listen there too, for peers whose CURVE key is known. From now on each message ends with one more frame: the name
+        of its sender's key, empty for those who came another way."""
+        self._zsocket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._zsocket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self._zsocket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._zsocket.setsockopt(zmq.ZAP_DOMAIN, domain)
+        try:
+            self._zsocket.bind(address)
+        except zmq.ZMQError as error:
+            raise InvalidArgument(f"cannot listen at {address}: {error.strerror}") from None
+        self._tells_users = True
+
     def close(self, linger_ms: int = 0) -> None:
         """Close; what was sent and not yet delivered is given up after `linger_ms`."""
         if not self.closed:
@@ -79,6 +101,16 @@ class Socket:
     def _is_readable(self) -> bool:
         return bool(cast(int, self._zsocket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
+    def _receive(self) -> Frames:
+        if not self._tells_users:
+            return self._zsocket.recv_multipart(zmq.NOBLOCK)
+        found = self._zsocket.recv_multipart(zmq.NOBLOCK, copy=False)
+        try:
+            user = str(found[-1].get("User-Id"))
+        except zmq.ZMQError:  # it came through the Unix socket
+            user = ""
+        return [*(frame.bytes for frame in found), user.encode()]
+
     def _schedule(self) -> None:
         if not self._drain_soon:
             self._drain_soon = True
@@ -91,7 +123,7 @@ class Socket:
             if self.closed or not self._is_readable():
                 return
             try:
-                frames = self._zsocket.recv_multipart(zmq.NOBLOCK)
+                frames = self._receive()
             except zmq.Again:
                 return
             self._on_frames(frames)
@@ -110,7 +142,7 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", path: Path, on_frames
 
 def connect_dealer(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_frames: Callable[[Frames], None],
-    on_link: Callable[[bool], None] | None = None,
+    on_link: Callable[[bool], None] | None = None, curve: CurveKeys | None = None,
 ) -> Socket:  # fmt: skip
     """A connection to a server process, under a random identity that ZeroMQ chooses.
 
@@ -121,8 +153,16 @@ def connect_dealer(
     _configure(zsocket)
     zsocket.setsockopt(zmq.RECONNECT_IVL, 20)
     zsocket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    if curve:
+        zsocket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
+        zsocket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+        zsocket.setsockopt(zmq.CURVE_SERVERKEY, curve.server)
     monitor = _watch(zsocket, on_link) if on_link else None
-    zsocket.connect(endpoint)
+    try:
+        zsocket.connect(endpoint)
+    except zmq.ZMQError as error:
+        zsocket.close(0)
+        raise InvalidArgument(f"endpoint {endpoint!r} is no endpoint: {error.strerror}") from None
     return Socket(zsocket, on_frames, monitor)
 
 

@@ -260,6 +260,7 @@ class Pending:
     client: bytes
     request_id: str
     target: str  # id of the process that has it
+    tenant: str = ""
 
 
 class PendingTable:
@@ -305,9 +306,10 @@ class PendingTable:
             if not own:
                 del self._by_client[client]
 
-    def find(self, request_id: str) -> list[Pending]:
-        """The calls with this id, whoever made them."""
-        return [own[request_id] for own in self._by_client.values() if request_id in own]
+    def find(self, request_id: str, tenant: str) -> list[Pending]:
+        """The calls of a tenant with this id, whichever of its clients made them."""
+        found = [own[request_id] for own in self._by_client.values() if request_id in own]
+        return [pending for pending in found if pending.tenant == tenant]
 
     def take_target(self, target: str) -> list[Pending]:
         """Remove and return what a dead process had."""

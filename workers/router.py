@@ -9,15 +9,18 @@ clients, and hands header and body on unopened. The answer comes back with the `
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from barrel_inference import codec, protocol
+from barrel_inference import codec, curve, protocol
 from barrel_inference.actor import Actor, Peer, Request, run
+from barrel_inference.curve import Gatekeeper
 from barrel_inference.errors import BarrelError, ModelDown, ModelFailed, NotFound, NotSupported, ProtocolError
 from barrel_inference.protocol import Down, Gone, Header, Kind, ModelRow, Route, ThreadShare
 from barrel_inference.transport import Frames, Unreachable
+from barrel_inference.workers import blackbox
 from barrel_inference.workers.loading import Loader
 from barrel_inference.workers.observing import Observers
 from barrel_inference.workers.registry import Limits, Pending, PendingTable, Registry, model_of
@@ -30,7 +33,24 @@ TREE_DEADLINE_S = 2.0
 # How often the supervisor is asked about a model that is coming back.
 LEARN_S = 0.3
 
-_NO_TENANT = ""  # every peer of a Unix socket in a 0700 directory is this user
+# Every peer of a Unix socket in a 0700 directory is this user; whoever comes over TCP is named by its key.
+LOCAL = ""
+
+# What a tenant may ask: its own requests. Loading, evicting, and looking at what others do are for this user.
+REMOTE_VERBS = {
+    "router": frozenset({"greet", "models", "cancel"}),
+    "model": protocol.CLIENT_VERBS["model"] - {"set_adapters"},
+}
+
+
+class ClientRequest(Request):
+    """A request whose sender's tenant is known."""
+
+    __slots__ = ("tenant",)
+
+    def __init__(self, actor: Actor, peer: bytes, header: Header, tenant: str) -> None:
+        super().__init__(actor, peer, b"", header)
+        self.tenant = tenant
 
 
 class Router:
@@ -45,9 +65,11 @@ class Router:
         self.observers = Observers(actor, self.registry)
         self._computing = 0
         self._uncounted_restarts = 0
+        self._gatekeeper: Gatekeeper | None = None  # set: we listen on TCP too, and each message says who sent it
+        self._boxes: dict[str, blackbox.Reading] = {}  # of the models that serve
         self._helpers: set[str] = set()  # processes that this runtime has, whether they serve now or not
         # What clients send before the registry knows which models there are; answered as soon as it does.
-        self._early: list[Frames] | None = []
+        self._early: list[tuple[Frames, str]] | None = []
         actor.routed_handler = self._on_frames
         actor.on_up(self._up)
         actor.on_down(self._down)
@@ -60,10 +82,19 @@ class Router:
         own = [child for child in await self._learn() if child.id == self.actor.id]
         self._uncounted_restarts = sum(child.restarts > 0 for child in own)  # this start is one, if it is not the first
         self.actor.every(LEARN_S, self._learn_if_waiting)
+        self._listen_on_tcp(self.actor.boot.settings["runtime"])
         early, self._early = self._early or [], None
-        for frames in early:
-            self._on_frames(frames)
+        for frames, tenant in early:
+            self._on_message(frames, tenant)
         return {}
+
+    def _listen_on_tcp(self, runtime: dict[str, str]) -> None:
+        if not runtime.get("tcp"):
+            return
+        directory = Path(runtime["curve"])
+        keys = curve.server_keys(directory)
+        self._gatekeeper = Gatekeeper(self.actor.context, curve.tenants(directory))
+        self.actor.server.bind_curve(runtime["tcp"], public=keys.public, secret=keys.secret, domain=curve.DOMAIN)
 
     async def _learn(self) -> list[protocol.ChildRow]:
         try:
@@ -85,12 +116,19 @@ class Router:
     # --- from clients and peers
 
     def _on_frames(self, frames: Frames) -> None:
+        if self._gatekeeper is None:
+            self._on_message(frames, LOCAL)
+        else:
+            *frames, tenant = frames
+            self._on_message(frames, tenant.decode())
+
+    def _on_message(self, frames: Frames, tenant: str) -> None:
         if len(frames) != 4:
             self.actor.rejected(f"{len(frames)} frames instead of 4")
             return
         sender, target, raw_header, body = frames
         if target and self._early is not None:
-            self._early.append(frames)
+            self._early.append((frames, tenant))
             return
         try:
             header = codec.decode_header(raw_header)
@@ -103,7 +141,7 @@ class Router:
             if request_id := codec.request_id_of(raw_header):
                 self._answer_error(sender, request_id, bad)
             return
-        request = Request(self.actor, sender, b"", header)
+        request = ClientRequest(self.actor, sender, header, tenant)
         try:
             self._route(target, request, header, raw_header, body)
         except ProtocolError as bad:
@@ -112,10 +150,10 @@ class Router:
         except BarrelError as refused:
             request.error(refused)
 
-    def _route(self, target: bytes, request: Request, header: Header, raw_header: bytes, body: bytes) -> None:
+    def _route(self, target: bytes, request: ClientRequest, header: Header, raw_header: bytes, body: bytes) -> None:
         """Hand a message to who answers it, or raise why nobody does."""
         if not target:
-            if header.verb not in PEER_VERBS:
+            if header.verb not in PEER_VERBS or request.tenant:
                 raise ProtocolError(f"the router does not take {header.verb!r}")
             self.actor.dispatch(request, header, body)
             return
@@ -127,6 +165,8 @@ class Router:
             raise ProtocolError(f"unknown verb {header.verb[:100]!r}")
         if header.verb not in protocol.CLIENT_VERBS[group]:
             raise NotSupported(f"{process_id[:200]} does not take {header.verb!r} from clients")
+        if request.tenant and header.verb not in REMOTE_VERBS.get(group, ()):
+            raise NotSupported(f"{header.verb!r} is not for clients over TCP", hint="ask on the runtime's own machine")
         if group == "router":
             self.actor.dispatch(request, header, body)
         elif group == "supervisor":
@@ -134,7 +174,7 @@ class Router:
         else:
             self._forward(process_id, request, raw_header, body)
 
-    def _forward(self, process_id: str, request: Request, raw_header: bytes, body: bytes) -> None:
+    def _forward(self, process_id: str, request: ClientRequest, raw_header: bytes, body: bytes) -> None:
         is_call = request.kind is Kind.CALL
         peer = self.actor.peers.get(process_id)
         model_id = model_of(process_id)
@@ -144,7 +184,7 @@ class Router:
             return
         if is_call and (full := self.pending.refusal(request.peer, request.id)) is not None:
             raise full
-        route = codec.encode(Route(client=request.peer, tenant=_NO_TENANT))
+        route = codec.encode(Route(client=request.peer, tenant=request.tenant))
         try:
             peer.socket.send([route, raw_header, body])
         except Unreachable:
@@ -152,7 +192,7 @@ class Router:
                 raise self._absent(process_id) from None
             return
         if is_call:
-            self.pending.add(Pending(request.peer, request.id, process_id))
+            self.pending.add(Pending(request.peer, request.id, process_id, request.tenant))
 
     def _absent(self, process_id: str) -> BarrelError:
         model_id = model_of(process_id)
@@ -201,18 +241,20 @@ class Router:
         for target in {pending.target for pending in self.pending.take_client(client)}:
             self.actor.cast(target, Gone(client=client))
 
-    def _cancel(self, message: protocol.Cancel, _request: Request) -> None:
-        """Cancel by request id alone: whoever has it."""
-        self.loader.cancel(message.request_id)
-        for pending in self.pending.find(message.request_id):
-            peer = self.actor.peers.get(pending.target)
-            if peer is not None:
-                peer.cast(message)
+    def _cancel(self, message: protocol.Cancel, request: Request) -> None:
+        """Cancel by request id alone, whoever has it; only a tenant's own."""
+        tenant = request.tenant if isinstance(request, ClientRequest) else LOCAL
+        if tenant == LOCAL:
+            self.loader.cancel(message.request_id)
+        for pending in self.pending.find(message.request_id, tenant):
+            self.actor.cast(pending.target, message)
 
     # --- processes come and go
 
     def _up(self, peer: Peer) -> None:
         peer.on_routed = self._on_answer
+        if model_of(peer.id) is not None:
+            self._open_box(peer.id)
         self._helpers.add(peer.id)
         if peer.id == "index":
             self._count_restarts(0)
@@ -226,10 +268,26 @@ class Router:
     def _down(self, down: Down) -> None:
         self.registry.down(down)
         model_id = model_of(down.id)
+        box = self._boxes.pop(down.id, None)
+        computing = box.computing() if box is not None else None
         for pending in self.pending.take_target(down.id):
-            self._answer_error(pending.client, pending.request_id, _died(down, model_id))
+            is_suspect = computing is None or blackbox.names(computing, pending.request_id)
+            self._answer_error(pending.client, pending.request_id, _died(down, model_id, is_suspect=is_suspect))
+        if box is not None:
+            box.close()
         self._share_threads()
         self._count_restarts(int(down.restarting))
+
+    def _open_box(self, process_id: str) -> None:
+        """While it lives: its file goes with it."""
+        try:
+            box = blackbox.Reading(blackbox.path_of(self.actor.runtime_dir, process_id))
+        except (OSError, ValueError) as absent:
+            self.actor.log.warning("blackbox.absent", model=process_id, reason=str(absent))
+            return
+        if (old := self._boxes.pop(process_id, None)) is not None:
+            old.close()
+        self._boxes[process_id] = box
 
     def _count_restarts(self, more: int) -> None:
         """The counters are the index's; what happens while it is down is counted when it is back."""
@@ -261,10 +319,10 @@ class Router:
         )  # fmt: skip
 
 
-def _died(down: Down, model_id: str | None) -> BarrelError:
-    """What a request gets whose process died while it had it. Pure."""
+def _died(down: Down, model_id: str | None, *, is_suspect: bool) -> BarrelError:
+    """What a request gets whose process died while it had it; a suspect was being computed. Pure."""
     name = down.id if model_id is None else f"model {model_id!r}"
-    details = {"process": down.id, "accepted": True, "restarting": down.restarting}
+    details = {"process": down.id, "accepted": True, "computing": is_suspect, "restarting": down.restarting}
     if down.restarting:
         return ModelDown(f"{name} died ({down.reason})", hint="it is being restarted, try again", **details)
     return ModelFailed(f"{name} is down ({down.reason})", hint="see `barrelctl doctor`, then load it again", **details)

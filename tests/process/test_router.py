@@ -44,10 +44,10 @@ class PlainClient:
         """A cast."""
         self.send(target.encode(), msgpack.packb([1, "cast", verb]), msgpack.packb(body))
 
-    def receive(self) -> tuple[list[Any], dict[str, Any]]:
+    def receive(self, *, timeout_ms: int = DEADLINE_S * 1000) -> tuple[list[Any], dict[str, Any]]:
         """Header and body of the next message that is no progress."""
         while True:
-            assert self._socket.poll(DEADLINE_S * 1000), "no answer"
+            assert self._socket.poll(timeout_ms), "no answer"
             route, header, body = self._socket.recv_multipart()
             assert route == b""
             fields = msgpack.unpackb(header)
@@ -185,7 +185,7 @@ def test_malformed_messages(plain: PlainClient, client: Client) -> None:
 def test_limit_per_client(plain: PlainClient) -> None:
     """The fourth request of a client that may have three is overloaded, retryable; others are not affected."""
     for number in range(4):
-        plain.call("model:slow", "complete", {"prompt": f"{number}", "response_tokens": 500}, f"{number}", credit=4)
+        plain.call("model:slow", "complete", {"prompt": f"{number}", "response_tokens": 500}, f"{number}", credit=1000)
     while (header := plain.receive())[0][1] != "error":
         pass
     assert (header[0][3], header[1]["code"], header[1]["retryable"]) == ("3", "overloaded", True)
@@ -207,7 +207,7 @@ def test_death_of_a_model(plain: PlainClient, client: Client) -> None:
     """Every request that a dead model had gets one retryable error; its row says restarting, then idle, with the count."""
     restarts = client.model_info("slow").restarts
     for number in range(2):
-        plain.call("model:slow", "complete", {"prompt": f"{number}", "response_tokens": 500}, f"{number}", credit=4)
+        plain.call("model:slow", "complete", {"prompt": f"{number}", "response_tokens": 500}, f"{number}", credit=1000)
         plain.receive()
     os.kill(client.processes()["model:slow"], signal.SIGKILL)
     answers = [plain.answer() for _ in range(2)]

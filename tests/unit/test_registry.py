@@ -202,8 +202,10 @@ def test_taking_what_a_death_leaves(table: PendingTable) -> None:
 
 
 def test_find_by_request_id(table: PendingTable) -> None:
-    """A cancel names a request id alone; every call with it is found."""
+    """A cancel names a request id alone; every call of its tenant with it is found, and no other's."""
     table.add(Pending(b"a", "same", "model:tiny"))
     table.add(Pending(b"b", "same", "model:other"))
-    assert {pending.target for pending in table.find("same")} == {"model:tiny", "model:other"}
-    assert table.find("unknown") == []
+    table.add(Pending(b"c", "same", "model:tiny", tenant="alice"))
+    assert {pending.target for pending in table.find("same", "")} == {"model:tiny", "model:other"}
+    assert [pending.client for pending in table.find("same", "alice")] == [b"c"]
+    assert table.find("unknown", "") == table.find("same", "bob") == []
