@@ -266,8 +266,7 @@ class Pending:
 class PendingTable:
     """The calls under way, by client and request id."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._by_client: dict[bytes, dict[str, Pending]] = {}
         self._total = 0
 
@@ -278,14 +277,14 @@ class PendingTable:
         """Does this call still wait for its answer?"""
         return request_id in self._by_client.get(client, ())
 
-    def refusal(self, client: bytes, request_id: str) -> Overloaded | None:
+    def refusal(self, client: bytes, request_id: str, limits: Limits) -> Overloaded | None:
         """Why one more call of this client is too many; None if it may come. A repeated id takes its own place."""
         if self.holds(client, request_id):
             return None
         own = len(self._by_client.get(client, ()))
         for count, limit, key in (
-            (own, self._limits.max_requests_per_client, "max_requests_per_client"),
-            (self._total, self._limits.max_requests, "max_requests"),
+            (own, limits.max_requests_per_client, "max_requests_per_client"),
+            (self._total, limits.max_requests, "max_requests"),
         ):
             if count >= limit:
                 return Overloaded(

@@ -58,8 +58,7 @@ class Router:
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        limits = actor.boot.settings["limits"]
-        self.pending = PendingTable(Limits(limits["max_requests_per_client"], limits["max_requests"]))
+        self.pending = PendingTable()
         self.registry = Registry()
         self.loader = Loader(actor, self.registry)
         self.observers = Observers(actor, self.registry)
@@ -182,7 +181,7 @@ class Router:
             if is_call:
                 raise self._absent(process_id)
             return
-        if is_call and (full := self.pending.refusal(request.peer, request.id)) is not None:
+        if is_call and (full := self.pending.refusal(request.peer, request.id, self._limits())) is not None:
             raise full
         route = codec.encode(Route(client=request.peer, tenant=request.tenant))
         try:
@@ -193,6 +192,11 @@ class Router:
             return
         if is_call:
             self.pending.add(Pending(request.peer, request.id, process_id, request.tenant))
+
+    def _limits(self) -> Limits:
+        """Asked each time: a reload of the configuration may have moved them."""
+        limits = self.actor.boot.settings["limits"]
+        return Limits(limits["max_requests_per_client"], limits["max_requests"])
 
     def _absent(self, process_id: str) -> BarrelError:
         model_id = model_of(process_id)

@@ -157,10 +157,13 @@ def test_generated_ids_are_free(loaded: Registry) -> None:
     assert loaded.new_id(1) == "barrel_inference_model_2"
 
 
+LIMITS = Limits(max_requests_per_client=2, max_requests=3)
+
+
 @pytest.fixture
 def table() -> Iterator[PendingTable]:
-    """Room for two calls a client, three in all; its invariants are checked at the end."""
-    made = PendingTable(Limits(max_requests_per_client=2, max_requests=3))
+    """An empty table; its invariants are checked at the end."""
+    made = PendingTable()
     yield made
     made.check()
 
@@ -179,16 +182,17 @@ def test_limits(table: PendingTable) -> None:
     """The limit of a client, and the one of all, refuse with their number; a repeated id takes its own place."""
     table.add(Pending(b"a", "1", "model:tiny"))
     table.add(Pending(b"a", "2", "model:tiny"))
-    refusal = table.refusal(b"a", "3")
+    refusal = table.refusal(b"a", "3", LIMITS)
     assert refusal is not None
     assert "max_requests_per_client is 2" in str(refusal)
-    assert table.refusal(b"a", "2") is None
+    assert table.refusal(b"a", "2", LIMITS) is None
     table.add(Pending(b"a", "2", "model:tiny"))
     assert len(table) == 2
     table.add(Pending(b"b", "1", "model:tiny"))
-    refusal = table.refusal(b"b", "2")
+    refusal = table.refusal(b"b", "2", LIMITS)
     assert refusal is not None
     assert "max_requests is 3" in str(refusal)
+    assert table.refusal(b"b", "2", Limits(2, 4)) is None  # they were raised meanwhile
 
 
 def test_taking_what_a_death_leaves(table: PendingTable) -> None:
