@@ -7,6 +7,7 @@ chores between decode calls.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from barrel_inference.tiers import key as keys
 from barrel_inference.tiers import kvc
 from barrel_inference.tiers.arena import Arena
 from barrel_inference.workers.model.chain import NO_SEAM, Seam, cut_points, find_seam
-from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
+from barrel_inference.workers.model.effects import ComingNode, Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.images import ImageReader
 from barrel_inference.workers.model.job import Job
@@ -30,6 +31,9 @@ T = TypeVar("T")
 LOOKUP_DEADLINE_S = 2.0
 CALL_DEADLINE_S = 10.0
 WRITE_DEADLINE_S = 120.0
+
+# Nodes are verified while earlier ones are imported; more threads than that only take turns.
+READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class CacheClient:
         self.staging = staging
         self.reader = ImageReader(actor.runtime_dir)
         self.fingerprint = engine.info.fingerprint  # the effective one: adapters included
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._next_writer = 0
         self._planning = asyncio.Lock()
         self._staged: dict[int, int] = {}  # offset in the staging arena by reservation token
@@ -108,17 +113,11 @@ class CacheClient:
             reason = match.miss_reason or "too_short"
             return Found(miss_reason=reason, divergence_byte=match.divergence_byte)
         needed = [node for node in match.nodes if node.start_tokens < seam.stored_tokens]
-        opened, corrupt = await asyncio.to_thread(self._open_all, needed)
-        if corrupt:
-            self.actor.cast("index", protocol.CheckIn(claim=0, corrupt=corrupt))
-        if not opened:
-            self._drop_claim(match.claim)
-            return Found(miss_reason="unreadable", divergence_byte=match.divergence_byte)
-        end = opened[-1].end
-        if end < seam.stored_tokens:
-            seam = find_seam(stored[:end], wanted, rendered)
+        nodes = tuple(
+            ComingNode(node.start_tokens, _end(node), self._readers.submit(self._open, node)) for node in needed
+        )
         return Found(
-            match.claim, job.salt, tuple(stored[:end]), seam, tuple(opened), match.via, match.miss_reason,
+            match.claim, job.salt, tuple(stored[: _end(needed[-1])]), seam, nodes, match.via, match.miss_reason,
             match.divergence_byte,
         )  # fmt: skip
 
@@ -136,35 +135,28 @@ class CacheClient:
             length = end
         return Seam(length, length, False)
 
-    def _open_all(self, nodes: Sequence[MatchedNode]) -> tuple[list[StoredNode], list[tuple[bytes, str]]]:
-        opened: list[StoredNode] = []
+    def _open(self, node: MatchedNode) -> StoredNode | None:
+        """Open the fastest copy that can be read; the others are reported. Runs on a reader's thread."""
+        found: StoredNode | None = None
         corrupt: list[tuple[bytes, str]] = []
-        for node in nodes:
-            found = self._open_one(node, corrupt)
-            if found is None:
-                break
-            opened.append(found)
-        return opened, corrupt
-
-    def _open_one(self, node: MatchedNode, corrupt: list[tuple[bytes, str]]) -> StoredNode | None:
         for copy in node.copies:
             peer = self.actor.peers.get(copy.server)
             if peer is None or peer.incarnation != copy.incarnation:
                 continue
             try:
                 opened = self.reader.open(copy, node.key, root=peer.about.get("root", ""))
-            except kvc.CorruptImage:
+            except (kvc.CorruptImage, OSError):
                 corrupt.append((node.key, copy.server))
                 continue
-            except OSError:
-                corrupt.append((node.key, copy.server))
-                continue
-            return StoredNode(
-                node.key, copy.server, peer.about.get("kind", ""), node.start_tokens,
-                _end(node), opened.image.cells,
+            found = StoredNode(
+                node.key, copy.server, peer.about.get("kind", ""), node.start_tokens, _end(node), opened.image.cells,
                 opened.image.snapshot if node.snapshot else None, opened.is_intact,
             )  # fmt: skip
-        return None
+            break
+        if corrupt:
+            report = protocol.CheckIn(claim=0, corrupt=corrupt)
+            self.actor.loop.call_soon_threadsafe(self.actor.cast, "index", report)
+        return found
 
     def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
         """Drop a claim and report what was used and what could not be."""
@@ -225,7 +217,8 @@ class CacheClient:
         lengths = [len(piece) for piece in pieces]
         plan = await self._index().call(
             protocol.SavePlan(
-                namespace=namespace, token_ids=keys.pack_u32(order.tokens), token_bytes=keys.pack_u32(lengths),
+                server=self.server, namespace=namespace, token_ids=keys.pack_u32(order.tokens),
+                token_bytes=keys.pack_u32(lengths),
                 text=b"".join(pieces),
             ),
             protocol.Planned,

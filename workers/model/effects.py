@@ -5,6 +5,7 @@ methods, through `Scheduler.post`.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,15 @@ class StoredNode:
 
 
 @dataclass(frozen=True, slots=True)
+class ComingNode:
+    """One stored node of a match, being opened and verified on another thread."""
+
+    start: int
+    end: int
+    opened: "Future[StoredNode | None]"  # None: no copy of it can be read
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """What the index and the tiers have for a prompt."""
 
@@ -36,7 +46,7 @@ class Found:
     salt: bytes = b""  # of the tenant who asked
     tokens: tuple[int, ...] = ()  # the stored tokens along the path
     seam: Seam = NO_SEAM
-    nodes: tuple[StoredNode, ...] = ()
+    nodes: tuple[ComingNode, ...] = ()
     via: str = "none"
     miss_reason: str | None = None
     divergence_byte: int | None = None

@@ -4,6 +4,7 @@ Every step leaves a state that can be computed on: whatever could not be importe
 """
 
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 
 from barrel_inference.protocol import HitKind
 from barrel_inference.workers.model.chain import Seam, common_prefix, find_seam
@@ -23,12 +24,19 @@ def live_part(context: Context, s: Sequence_, found: Found) -> int:
     return begin if begin and context.engine.can_cut(s.id, begin) else 0
 
 
+def let_go(found: Found) -> None:
+    """What was not opened yet is not needed any more."""
+    for coming in found.nodes:
+        coming.opened.cancel()
+
+
 class Restore:
-    """One restore. Iterate over `steps`: each is one node; then `used` are the nodes that the sequence goes on from."""
+    """One restore. Call `step` until it says that it is over; then `used` are the nodes that the sequence goes on from."""
 
     def __init__(
-        self, context: Context, effects: Effects, job: Job, s: Sequence_, found: Found, min_reuse_tokens: int
-    ) -> None:
+        self, context: Context, effects: Effects, job: Job, s: Sequence_, found: Found, *, min_reuse_tokens: int,
+        then: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._context = context
         self._effects = effects
         self._job = job
@@ -37,22 +45,48 @@ class Restore:
         self._min_reuse_tokens = min_reuse_tokens
         self.used: list[StoredNode] = []
         self.corrupt: list[StoredNode] = []
+        self.awaited: Future[StoredNode | None] | None = None  # the last step could do nothing before this is done
+        self._checked_in = False
+        self._steps = self._run(then)
 
-    def steps(self, then: Callable[[], None]) -> Generator[None, None, None]:
+    def step(self) -> bool:
+        """Import one node; False when it is over."""
+        return next(self._steps, None) is not None
+
+    def close(self) -> None:
+        """The request ends in the middle, or before the first step."""
+        self._steps.close()
+        self._check_in()
+
+    def _check_in(self) -> None:
+        """Drop the claim, once."""
+        if not self._checked_in:
+            self._checked_in = True
+            let_go(self._found)
+            self._effects.check_in(self._found, self.used, self.corrupt)
+
+    def _run(self, then: Callable[[], None]) -> Generator[bool, None, None]:
         """Import the nodes, cut at the seam, and call `then`; the claim is dropped however it ends."""
         live_tokens = len(self._s.tokens)
         try:
-            for node in self._found.nodes:
-                if node.start < live_tokens:
+            for coming in self._found.nodes:
+                if coming.start < live_tokens:
                     continue
+                while not coming.opened.done():
+                    self.awaited = coming.opened
+                    yield True
+                self.awaited = None
+                node = coming.opened.result()
+                if node is None:
+                    break
                 if not self._import(node):
                     self.corrupt.append(node)
                     break
                 self.used.append(node)
-                yield
+                yield True
             self._settle()
-        finally:  # also when the request ends in the middle
-            self._effects.check_in(self._found, self.used, self.corrupt)
+        finally:
+            self._check_in()
         self._job.fresh_restore = tuple((node.key, node.server) for node in self.used)
         then()
 

@@ -8,7 +8,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from barrel_inference.errors import (
@@ -32,12 +33,15 @@ from barrel_inference.workers.model.effects import Effects, Found, SaveOrder, St
 from barrel_inference.workers.model.engine import Engine, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.job import Job, Stage
 from barrel_inference.workers.model.placement import Abilities, How, Placement, hit_kind, place
-from barrel_inference.workers.model.restore import Restore, live_part
+from barrel_inference.workers.model.restore import Restore, let_go, live_part
 from barrel_inference.workers.model.sequences import Sequence_, Use
 from barrel_inference.workers.model.text import Piece, undelivered
 
 # Restores and exports do at most this much per turn while others decode.
 CHORE_BUDGET_S = 0.005
+
+# A read that takes longer leaves room for commands: a cancel, another request.
+READ_WAIT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Scheduler:
         self.running: dict[int, Job] = {}  # by sequence
         self.found: dict[str, Found] = {}  # by request, until it is placed
         self.active_sessions: set[tuple[str, bytes]] = set()
-        self.restores: dict[int, Generator[None, None, None]] = {}
+        self.restores: dict[int, Restore] = {}
         self.reclaiming: set[int] = set()
         self.prefilled_tokens = 0
         self.call_began_s = 0.0  # read by the I/O thread: inside a decode call since then; 0 = in none
@@ -141,6 +145,7 @@ class Scheduler:
     def resolved(self, job: Job, found: Found) -> None:
         """The index has answered for a waiting request."""
         if job.stage is not Stage.RESOLVING:
+            let_go(found)
             self.effects.check_in(found, (), ())
             return
         self.found[job.id] = found
@@ -386,9 +391,12 @@ class Scheduler:
         self.running[s.id] = job
         if decision.stored:
             job.stage = Stage.RESTORING
-            restore = Restore(self.context, self.effects, job, s, found, self._able.min_reuse_tokens)
-            self.restores[s.id] = restore.steps(lambda: self._restored(job))
+            self.restores[s.id] = Restore(
+                self.context, self.effects, job, s, found,
+                min_reuse_tokens=self._able.min_reuse_tokens, then=lambda: self._restored(job),
+            )  # fmt: skip
         else:
+            let_go(found)
             self.effects.check_in(found, (), ())
             self._restored(job)
 
@@ -418,13 +426,20 @@ class Scheduler:
     # --- restoring
 
     def _restore_some(self) -> None:
+        """Import nodes, for a few milliseconds if others compute; alone, wait for what is still being read."""
         end_s = time.perf_counter() + CHORE_BUDGET_S
         others = any(job.stage in (Stage.PREFILLING, Stage.GENERATING) for job in self.running.values())
-        for seq in list(self.restores):
-            for _ in self.restores[seq]:
+        for seq, restore in list(self.restores.items()):
+            while restore.step():
+                if restore.awaited is not None:
+                    if others or len(self.restores) > 1:
+                        break
+                    wait([restore.awaited], READ_WAIT_S)
+                    break
                 if others and time.perf_counter() > end_s:
                     return
-            self.restores.pop(seq, None)
+            else:
+                self.restores.pop(seq, None)
 
     def _restored(self, job: Job) -> None:
         job.times.restored_s = time.monotonic()
@@ -731,6 +746,7 @@ class Scheduler:
         if was_waiting:
             self.waiting.remove(job)
             if (found := self.found.pop(job.id, None)) is not None:
+                let_go(found)
                 self.effects.check_in(found, (), ())
         elif job.seq is not None:
             context = self._release(job)
