@@ -34,7 +34,19 @@ from barrel_inference.errors import (
     ProtocolError,
     TierUnavailable,
 )
-from barrel_inference.protocol import Beat, CannotStart, Down, ErrorBody, Header, Hello, Kind, Message, Ready, Up
+from barrel_inference.protocol import (
+    Beat,
+    CannotStart,
+    Down,
+    ErrorBody,
+    Header,
+    Hello,
+    Kind,
+    Message,
+    Ready,
+    Reconfigured,
+    Up,
+)
 from barrel_inference.transport import Frames, Socket, Unreachable, bind_router, connect_dealer, ipc_endpoint
 
 BEAT_S = 2.0
@@ -42,6 +54,9 @@ BEAT_S = 2.0
 EXIT_OK = 0
 EXIT_BUG = 70  # sysexits(3) EX_SOFTWARE: an unexpected exception; the supervisor starts us again
 EXIT_CANNOT_START = 78  # sysexits(3) EX_CONFIG: starting again will not help
+
+# Who is there and who is not comes from the supervisor's own connection, from nobody else.
+_SUPERVISORS_VERBS = frozenset({protocol.VERB_OF[Up], protocol.VERB_OF[Down]})
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -238,6 +253,7 @@ class Actor:
         self._handlers: dict[type[Message], Handler] = {}
         self._on_up: list[Callable[[Peer], None]] = []
         self._on_down: list[Callable[[Down], None]] = []
+        self._on_reconfigured: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping: asyncio.Event
         self._turned_s = time.monotonic()
@@ -245,6 +261,7 @@ class Actor:
         self.call_age: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the model's: (age ms, budget ms)
         self.on(Up, self._peer_up)
         self.on(Down, self._peer_down)
+        self.on(Reconfigured, self._reconfigured)
 
     # --- what a process registers
 
@@ -259,6 +276,10 @@ class Actor:
     def on_down(self, callback: Callable[[Down], None]) -> None:
         """Call back for each incarnation that died."""
         self._on_down.append(callback)
+
+    def on_reconfigured(self, callback: Callable[[], None]) -> None:
+        """Call back when the settings have changed; `boot.settings` holds the new ones then."""
+        self._on_reconfigured.append(callback)
 
     # --- what a process uses
 
@@ -354,8 +375,8 @@ class Actor:
         except (ValueError, ProtocolError) as bad:
             self.rejected(f"{bad}")
             return
-        if header.kind not in (Kind.CALL, Kind.CAST):
-            self.rejected(f"unexpected {header.kind}")
+        if header.kind not in (Kind.CALL, Kind.CAST) or header.verb in _SUPERVISORS_VERBS:
+            self.rejected(f"unexpected {header.kind} {header.verb[:40]!r}")
             return
         self.dispatch(Request(self, peer, route, header), header, body)
 
@@ -373,6 +394,14 @@ class Actor:
             peer.close(down.reason)
         for callback in self._on_down:
             callback(down)
+
+    def _reconfigured(self, message: Reconfigured, _request: Request) -> None:
+        # In place: whoever holds the mapping sees the new values.
+        self.boot.settings.clear()
+        self.boot.settings.update(message.settings)
+        events.set_level(message.settings["log"]["level"])
+        for callback in self._on_reconfigured:
+            callback()
 
     # --- life
 

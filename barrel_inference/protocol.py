@@ -245,6 +245,23 @@ class StopTree(Message, frozen=True):
     """Call to the supervisor: stop everything; done just before it exits."""
 
 
+class Reload(Message, frozen=True):
+    """Call to the supervisor: read the configuration again; what can change while everything runs does."""
+
+
+class Reloaded(Message, frozen=True):
+    """Reply to `Reload`: dotted keys that changed and hold now, and those that wait for a restart of the runtime."""
+
+    changed: list[str]
+    pending: list[str]
+
+
+class Reconfigured(Message, frozen=True):
+    """Supervisor → children, cast: the settings from now on, whole."""
+
+    settings: dict[str, Any]
+
+
 class TreeStatus(Message, frozen=True):
     """Call to the supervisor: one row per child."""
 
@@ -978,6 +995,7 @@ CALLS: dict[str, tuple[type[Message], type[Message]]] = {
     "restart_child": (RestartChild, Ok),
     "stop_tree": (StopTree, Ok),
     "tree_status": (TreeStatus, TreeRows),
+    "reload": (Reload, Reloaded),
     "greet": (Greet, Greeting),
     "load_model": (LoadModel, Loaded),
     "unload": (Unload, Ok),
@@ -1017,6 +1035,7 @@ CASTS: dict[str, type[Message]] = {
     "cannot_start": CannotStart,
     "up": Up,
     "down": Down,
+    "reconfigured": Reconfigured,
     "model_row": ModelRow,
     "load_progress": LoadProgress,
     "request_ended": RequestEnded,

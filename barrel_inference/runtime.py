@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TypeVar
 
 import msgspec
 import zmq
@@ -158,24 +158,37 @@ def read_settings(given: str | Path | Mapping[str, Any] | None = None, *, sets: 
     return config.settings_from(config.lay_over(config.apply_sets(tables, sets)), check_policy=policy.validate)
 
 
-def start_daemon(settings: Settings, *, timeout_s: float | None = None) -> int:
+class Source(NamedTuple):
+    """Where settings came from: what a reload reads again."""
+
+    file: Path | None
+    sets: tuple[str, ...]
+
+    def arguments(self) -> list[str]:
+        """For the supervisor's command line."""
+        file = [] if self.file is None else [f"--source={self.file.absolute()}"]
+        return ["--from-launcher", *file, *(f"--source-set={assignment}" for assignment in self.sets)]
+
+
+def start_daemon(settings: Settings, *, timeout_s: float | None = None, source: Source | None = None) -> int:
     """Start a runtime in the background and wait until it is ready; the value is its supervisor's pid.
 
     Raises:
         BarrelError: why it did not start; its log is `<state_dir>/log/supervisor.log`.
     """
-    launched = _launch(config.resolve(settings), ["--detach"], stdin=subprocess.DEVNULL)
+    arguments = ["--detach", *(source.arguments() if source else [])]
+    launched = _launch(config.resolve(settings), arguments, stdin=subprocess.DEVNULL)
     try:
         return launched.wait(timeout_s)
     finally:
         launched.process.wait()  # it has detached, or it has failed
 
 
-def run_foreground(settings: Settings) -> None:
+def run_foreground(settings: Settings, *, source: Source | None = None) -> None:
     """Become the supervisor of a runtime; does not return."""
     config_fd = _config_file(config.resolve(settings))
     os.set_inheritable(config_fd, True)
-    os.execv(sys.executable, _command(config_fd))
+    os.execv(sys.executable, [*_command(config_fd), *(source.arguments() if source else [])])
 
 
 def stop_daemon(runtime_dir: str | Path, *, timeout_s: float | None = None) -> None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,15 @@ from barrel_inference.protocol import (
     Beat,
     CannotStart,
     ChildSpec,
+    ErrorBody,
     Hello,
     LoadProgress,
     Message,
     Ok,
     Ready,
+    Reconfigured,
+    Reload,
+    Reloaded,
     RestartChild,
     StartChild,
     StopChild,
@@ -42,7 +47,7 @@ from barrel_inference.protocol import (
     TreeRows,
     TreeStatus,
 )
-from barrel_inference.supervisor import runtime_dir, spec, steps
+from barrel_inference.supervisor import reload, runtime_dir, spec, steps
 from barrel_inference.supervisor.control import Control, Sender
 from barrel_inference.supervisor.notify import Systemd, report_start
 from barrel_inference.supervisor.restarts import Intensity
@@ -70,6 +75,7 @@ class Options:
     ready_fd: int | None = None
     alive_fd: int | None = None
     is_tied: bool = False
+    read_again: Callable[[], Settings] | None = None  # the configuration as it is on disk now
 
 
 class Supervisor:
@@ -81,6 +87,7 @@ class Supervisor:
         self._ready_fd = options.ready_fd
         self._alive_fd = options.alive_fd
         self._is_tied = options.is_tied
+        self._read_again = options.read_again or (lambda: settings)
         self._dir = Path(settings.runtime.dir)
         self._log_dir = Path(settings.runtime.state_dir) / "log"
         self._settings_plain = config.dump(settings)
@@ -105,8 +112,9 @@ class Supervisor:
         # Larger than any earlier supervisor's: a client tells a new router from an old one by its incarnation.
         first_incarnation = int(time.time() * 1000)
         self._tree = Tree(_limits(self._settings), first_incarnation=first_incarnation, now_s=time.monotonic())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
+        self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         if self._is_tied:
             self._loop.add_reader(0, self._on_stdin)
         self.log.info("supervisor.started", pid=os.getpid(), runtime_dir=str(self._dir))
@@ -135,6 +143,41 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         # A second Ctrl-C means: do not wait for saves. Other signals may come twice from a service manager.
         self._stop(at_once=number == signal.SIGINT and self._is_stopping)
+
+    def _on_hangup(self) -> None:
+        try:
+            self._reload()
+        except BarrelError as refused:
+            self.log.error("config.refused", reason=str(refused))
+
+    def _reload(self) -> Reloaded:
+        """Read the configuration again and take up what can change; a wrong one changes nothing."""
+        self._systemd.say("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            planned = reload.plan(self._settings, self._read_again())
+            self._take_up(planned)
+        finally:
+            self._systemd.say("READY=1")
+        self.log.info("config.reloaded", changed=planned.changed, pending=planned.pending)
+        return Reloaded(changed=list(planned.changed), pending=list(planned.pending))
+
+    def _reloaded(self) -> Reloaded | ErrorBody:
+        try:
+            return self._reload()
+        except BarrelError as refused:
+            return codec.error_body(refused)
+
+    def _take_up(self, planned: reload.Plan) -> None:
+        self._settings = planned.effective
+        self._settings_plain = config.dump(planned.effective)
+        events.set_level(planned.effective.log.level)
+        self._control.tell(list(self._processes), Reconfigured(settings=self._settings_plain))
+        # The poller keeps nothing: a new one is the simplest way to a new source and new thresholds.
+        if "pressure" in self._processes and any(key.startswith("pressure.") for key in planned.changed):
+            self._do(steps.Restart("pressure"))
+        for name in planned.load:
+            if f"model:{name}" not in self._processes:
+                self._do(steps.Start(spec.model_child(name, planned.effective.models[name], planned.effective)))
 
     def _on_stdin(self) -> None:
         if not os.read(0, 4096):  # whoever we are tied to is gone
@@ -179,6 +222,8 @@ class Supervisor:
                 self._do(steps.Stop(child_id, call))
             case RestartChild(id=child_id):
                 self._do(steps.Restart(child_id, call))
+            case Reload():
+                self._control.answer(call, self._reloaded())
             case StopTree():
                 self._stop_calls.append(call)
                 self._stop()
@@ -223,7 +268,7 @@ class Supervisor:
             case steps.AllReady():
                 self.log.info("supervisor.ready")
                 self._is_ready = True
-                self._systemd.say("READY=1")
+                self._systemd.say("READY=1", self._status_line())
                 report_start(self._ready_fd)
                 self._ready_fd = None
             case steps.Finished():
@@ -271,9 +316,17 @@ class Supervisor:
             delay_s=death.delay_s,
         )  # fmt: skip
 
+    def _status_line(self) -> str:
+        """What `systemctl status` shows."""
+        rows = self._tree.rows(time.monotonic())
+        ready = [row for row in rows if row.state == "ready"]
+        models = sum(row.group == "model" for row in ready)
+        return f"STATUS={len(ready)} of {len(rows)} processes serve, {models} of them models"
+
     def _keep_alive(self) -> None:
         """Tell systemd that the loop turns and, until everything is ready, that a long start is no failure."""
-        self._systemd.say("WATCHDOG=1", *([] if self._is_ready else [f"EXTEND_TIMEOUT_USEC={_EXTEND_START_US}"]))
+        more = [] if self._is_ready else [f"EXTEND_TIMEOUT_USEC={_EXTEND_START_US}"]
+        self._systemd.say("WATCHDOG=1", *more, self._status_line())
         self._loop.call_later(self._systemd.watchdog_s or _KEEP_ALIVE_S, self._keep_alive)
 
     def _crashed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -293,11 +346,21 @@ def _limits(settings: Settings) -> Limits:
     )
 
 
+def _with_sources(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the user's own file and keys in place of a launcher's copy of what they came to."""
+    if not arguments.from_launcher:
+        return arguments
+    return argparse.Namespace(config=arguments.source, set=arguments.source_set)
+
+
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("barreld", description="The root supervisor of Barrel Inference.")
     add = parser.add_argument
     add("--config", type=Path, help="a TOML file that is laid over the packaged sys.toml")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="one key over the file, e.g. log.level=debug")
+    add("--from-launcher", action="store_true", help="--config is a copy; a reload reads --source and --source-set")
+    add("--source", type=Path, help="the user's own file")
+    add("--source-set", action="append", default=[], metavar="KEY=VALUE", help="the user's own --set")
     add("--detach", action="store_true", help="go on in the background")
     add("--tied", action="store_true", help="stop when standard input ends: for a runtime that belongs to a program")
     add("--ready-fd", type=int, help="descriptor for one JSON line: ready, or why not")
@@ -356,9 +419,11 @@ def main(argv: list[str] | None = None) -> int:
         report_start(arguments.ready_fd, body)
         print(f"barreld: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
+    os.umask(0o077)  # sockets and files are this user's, whatever the modes of their directories
     events.configure(json=settings.log.format == "json", level=settings.log.level)
     runtime_dir.sweep(own_dir)
-    options = Options(arguments.ready_fd, arguments.alive_fd, arguments.tied)
+    sources = _with_sources(arguments)
+    options = Options(arguments.ready_fd, arguments.alive_fd, arguments.tied, lambda: _settings(sources))
     status = asyncio.run(Supervisor(settings, children, options).run())
     runtime_dir.leave(own_dir)
     for path in arguments.remove_at_exit:

@@ -1,4 +1,4 @@
-"""start, stop, status, ps, restart."""
+"""start, stop, reload, status, ps, restart."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +25,10 @@ def start(
     from barrel_inference import runtime  # here, so that other commands do not wait for it
 
     settings = runtime.read_settings(config, sets=sets or ())
+    source = runtime.Source(config, tuple(sets or ()))
     if foreground:
-        runtime.run_foreground(settings)
-    pid = runtime.start_daemon(settings)
+        runtime.run_foreground(settings, source=source)
+    pid = runtime.start_daemon(settings, source=source)
     output.note(f"the runtime is ready (supervisor pid {pid})")
 
 
@@ -42,6 +43,25 @@ def stop(
 
     runtime.stop_daemon(context.runtime_dir(), timeout_s=timeout_s)
     output.note("the runtime has stopped")
+
+
+def reload(as_json: AsJson = False) -> None:
+    """Read the configuration again; says what changed, and what waits for a restart of the runtime.
+
+    Live: log.level, [pressure], [limits], [models]. Limits of a model's queue and grammars hold for models loaded from now on.
+
+    Example: barrelctl reload
+    """
+    from barrel_inference import runtime  # as above
+    from barrel_inference.protocol import Reload, Reloaded
+
+    done = runtime.ask_supervisor(context.runtime_dir(), Reload(), Reloaded)
+    if as_json:
+        output.document({"changed": done.changed, "pending": done.pending})
+        return
+    output.note(f"changed: {', '.join(done.changed) or 'nothing'}")
+    if done.pending:
+        output.note(f"waits for `barrelctl stop` and `start`: {', '.join(done.pending)}")
 
 
 def status(as_json: AsJson = False) -> None:

@@ -15,7 +15,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 for command in (
-    lifecycle.start, lifecycle.stop, lifecycle.status, models.load, models.unload, generate.complete, generate.chat,
+    lifecycle.start, lifecycle.stop, lifecycle.reload, lifecycle.status, models.load, models.unload, generate.complete, generate.chat,
     lifecycle.ps, lifecycle.restart, logs.logs, doctor.doctor,
 ):  # fmt: skip
     app.command()(command)

@@ -1,0 +1,135 @@
+"""A runtime as a service: what the manager is told, and a configuration that changes while it runs."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from barrel_inference import Client
+from barrel_inference.errors import InvalidArgument
+from barrel_inference.protocol import Reload, Reloaded
+from barrel_inference.runtime import ask_supervisor
+
+DEADLINE_S = 60
+
+CONFIG = """
+[runtime]
+dir = "{base}/run"
+state_dir = "{base}/state"
+[tiers.ram]
+quota_bytes = "64MiB"
+[tiers.ram_file]
+enabled = false
+[writer]
+processes = 1
+{more}
+"""
+
+
+class Service:
+    """barreld as systemd starts it, with a manager that keeps what it hears."""
+
+    def __init__(self, base: Path) -> None:
+        self.dir = base / "run"
+        self.state_dir = base / "state"
+        self.heard: list[str] = []
+        self._lines: deque[str] = deque()
+        self._base = base
+        self.config = base / "sys.toml"
+        self.configure("")
+        self._manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._manager.bind(f"{base}/notify")
+        self._manager.settimeout(DEADLINE_S)
+        with (base / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "barrel_inference.supervisor.root", "--config", str(self.config)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, "NOTIFY_SOCKET": f"{base}/notify", "WATCHDOG_USEC": "400000"},
+            )  # fmt: skip
+
+    def configure(self, more: str) -> None:
+        """Write the configuration file anew."""
+        self.config.write_text(CONFIG.format(base=self._base, more=more))
+
+    def hear(self, wanted: str) -> str:
+        """The next line that begins with `wanted`; the ones before it are kept in `heard`."""
+        until_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until_s:
+            if not self._lines:
+                self._lines += self._manager.recv(4096).decode().splitlines()
+            self.heard.append(self._lines.popleft())
+            if self.heard[-1].startswith(wanted):
+                return self.heard[-1]
+        raise AssertionError(f"not within {DEADLINE_S} s: {wanted}")
+
+    def end(self) -> int:
+        """Stop it as systemd does; the value is its exit status."""
+        self.process.terminate()
+        status = self.process.wait(DEADLINE_S)
+        self._manager.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            self.hear("nothing begins like this")
+        self._manager.close()
+        return status
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """A service that serves."""
+    base = Path(tempfile.mkdtemp(prefix="bs-", dir="/tmp"))
+    made = Service(base)
+    try:
+        made.hear("READY=1")
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.end()
+        shutil.rmtree(base)
+
+
+def test_the_manager_is_told(service: Service) -> None:
+    """The watchdog is fed before and after ready, the status says how many processes serve, and the stop is announced."""
+    assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in service.heard)
+    assert service.hear("STATUS=") == "STATUS=5 of 5 processes serve, 0 of them models"
+    service.hear("WATCHDOG=1")
+    assert service.end() == 0
+    assert "STOPPING=1" in service.heard
+
+
+def test_hangup_reloads(service: Service) -> None:
+    """SIGHUP announces a reload, takes up what can change, and says ready again; nothing is restarted by it."""
+    with Client(f"ipc://{service.dir}/router") as client:
+        before = client.processes()
+        service.configure('[models.late]\nmodel_path = "late"\nbackend = "stub"\nautoload = true\n')
+        service.process.send_signal(signal.SIGHUP)
+        assert service.hear("RELOADING=1")
+        assert service.hear("MONOTONIC_USEC=").partition("=")[2].isdigit()
+        service.hear("READY=1")
+        service.hear("STATUS=6 of 6 processes serve, 1 of them models")
+        assert client.complete("late", "hello", response_tokens=2).completion_tokens == 2
+        after = client.processes()
+    assert {name: pid for name, pid in after.items() if name != "model:late"} == before
+
+
+def test_reload_says_what_waits(service: Service) -> None:
+    """The call names what changed and what waits, processes follow the log level, and a wrong file changes nothing."""
+    service.configure('[log]\nlevel = "error"\n[cache]\nsalt = "other"\n')
+    assert ask_supervisor(service.dir, Reload(), Reloaded) == Reloaded(changed=["log.level"], pending=["cache.salt"])
+    service.configure('[log]\nlevel = "loud"\n')
+    with pytest.raises(InvalidArgument, match=r"log\.level = 'loud'"):
+        ask_supervisor(service.dir, Reload(), Reloaded)
+    service.configure('[log]\nlevel = "error"\n')
+    assert ask_supervisor(service.dir, Reload(), Reloaded) == Reloaded(changed=[], pending=[])
+    service.end()
+    # At `error` a stop is not worth a line; at the `info` of the start it is.
+    assert "child.stopping" not in (service.state_dir / "log" / "router.log").read_text()
