@@ -270,7 +270,8 @@ def test_typed_errors_at_admission(client: Client) -> None:
     with pytest.raises(ContextOverflow):
         client.complete(model, list(range(1, 65)))
     assert client.complete(model, list(range(1, 64))).completion_tokens == 1
-    for empty in ("", b"", []):
+    nothing: tuple[str | bytes | list[int], ...] = ("", b"", [])
+    for empty in nothing:
         with pytest.raises(InvalidArgument, match="empty"):
             client.complete(model, empty)
     with pytest.raises(NotFound, match="nobody"):
@@ -355,6 +356,23 @@ def test_deterministic_replies_equal_their_solo_runs(client: Client, tiny_models
         solo = tiny(client, tiny_models["dense"], deterministic=True)
         assert client.complete(solo, prompt, response_tokens=16).generated == reply
         client.unload(solo)
+
+
+def test_adapters_change_when_nothing_runs(
+    client: Client, tiny_models: Mapping[str, Path], tiny_adapters: list[Path]
+) -> None:
+    """A change of adapters saves and ends idle sessions; each set of adapters has a namespace of its own."""
+    model = tiny(client, tiny_models["dense"])
+    plain = client.complete(model, "the cat sat on the mat", response_tokens=6, session_id="s")
+    client.set_adapters(model, [(tiny_adapters[0], 1.0)])
+    assert [scale for _, scale in client.adapters(model)] == [1.0]
+    with pytest.raises(NoSession):
+        client.continue_(model, "!", session_id="s")
+    adapted = client.complete(model, "the cat sat on the mat", response_tokens=6)
+    assert (adapted.cache_hit_kind, adapted.generated != plain.generated) == ("cold", True)
+    client.set_adapters(model, [])
+    again = client.complete(model, "the cat sat on the mat", response_tokens=6)
+    assert (again.cache_hit_kind, again.hit_source, again.generated) == ("exact", "ram", plain.generated)
 
 
 def test_chat_and_text_tools(client: Client, tiny_models: Mapping[str, Path]) -> None:

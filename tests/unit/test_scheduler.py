@@ -21,7 +21,8 @@ from barrel_inference.workers.model import engine_stub, options
 from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Row
 from barrel_inference.workers.model.job import Job, Times
-from barrel_inference.workers.model.scheduler import Limits, Scheduler
+from barrel_inference.workers.model.scheduler import Scheduler
+from barrel_inference.workers.model.state import Limits
 from barrel_inference.workers.model.text import Piece, Scanner
 
 SETTINGS = config.dump(config.resolve(config.settings_from(config.lay_over({}))))

@@ -21,12 +21,12 @@ class Context:
         self.snapshots: dict[int, dict[int, bytes]] = {}  # by sequence, by position
 
     def clear(self, s: Sequence_) -> None:
-        """Drop everything a sequence holds."""
+        """Drop everything a sequence holds; an idle one is free then, its session over."""
         self.engine.clear(s.id)
         self.snapshots.pop(s.id, None)
         s.tokens, s.saved_tokens = [], 0
-        if s.use is Use.WARM:
-            s.use = Use.FREE
+        if s.use is not Use.BUSY:
+            s.use, s.session = Use.FREE, None
 
     def cut(self, s: Sequence_, length: int) -> bool:
         """Keep the first `length` tokens; False: that was refused, or 0, and the sequence is empty now."""

@@ -29,7 +29,8 @@ from barrel_inference.workers.model.cores import usable_cores
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.gateway import Gateway
 from barrel_inference.workers.model.load import load_engine
-from barrel_inference.workers.model.scheduler import Limits, Scheduler
+from barrel_inference.workers.model.scheduler import Scheduler
+from barrel_inference.workers.model.state import Limits
 from barrel_inference.workers.model.text import Markers
 
 T = TypeVar("T")

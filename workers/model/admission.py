@@ -1,0 +1,207 @@
+"""From the queue to a sequence: lookup, placement, restore. Runs on the engine thread."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+
+from barrel_inference.errors import BarrelError
+from barrel_inference.protocol import HitKind
+from barrel_inference.workers.model.chain import NO_SEAM
+from barrel_inference.workers.model.effects import Effects, Found
+from barrel_inference.workers.model.job import Job, Stage
+from barrel_inference.workers.model.placement import How, Placement, hit_kind, place
+from barrel_inference.workers.model.restore import Restore, let_go, live_part
+from barrel_inference.workers.model.saving import Saver
+from barrel_inference.workers.model.sequences import Sequence_, Use
+from barrel_inference.workers.model.state import End, State
+
+# Restores do at most this much per turn while others decode.
+RESTORE_BUDGET_S = 0.005
+
+# A read that takes longer leaves room for commands: a cancel, another request.
+READ_WAIT_S = 0.02
+
+
+class Admission:
+    """First come, first served; nobody overtakes a request that waits for a sequence."""
+
+    def __init__(self, state: State, effects: Effects, saver: Saver, end: End, replay: Callable[[Job], None]) -> None:
+        self._state = state
+        self._effects = effects
+        self._saver = saver
+        self._end = end
+        self._replay = replay
+        self.paused = False
+
+    def could_start(self, job: Job) -> bool:
+        """Is there a sequence for it, those counted off that others are about to take?"""
+        others = [*self._state.running.values(), *(j for j in self._state.waiting if j.stage is not Stage.QUEUED)]
+        if others and (self._state.limits.deterministic or job.is_suspect or any(other.is_suspect for other in others)):
+            return False
+        under_way = sum(j.stage in (Stage.RESOLVING, Stage.PLACING) for j in self._state.waiting)
+        if job.spec.session_id and self._state.table.of_session(job.spec.session_id, job.salt):
+            return True
+        return under_way < self._state.table.available()
+
+    def is_due(self, job: Job) -> bool:
+        """Would another turn move this waiting request? Everything else that could is announced by a command."""
+        if job.stage is Stage.QUEUED:
+            return not self.paused and self.could_start(job)
+        return job.stage is Stage.PLACING and self._decide(job).how not in (How.WAIT, How.FOLLOW)
+
+    def resolved(self, job: Job, found: Found) -> None:
+        """The index has answered for a waiting request."""
+        if job.stage is not Stage.RESOLVING:
+            let_go(found)
+            self._effects.check_in(found, (), ())
+            return
+        self._state.found[job.id] = found
+        job.stage = Stage.PLACING
+
+    def place_waiting(self) -> None:
+        """Start what can start, in the order of arrival."""
+        for job in list(self._state.waiting):
+            if job.stage is Stage.QUEUED:
+                if self.paused or not self.could_start(job):
+                    break  # first come, first served
+                job.times.admitted_s = time.monotonic()
+                job.stage = Stage.RESOLVING
+                if self._lookup_is_useless(job):
+                    cacheable = self._state.engine.info.cacheable
+                    self.resolved(job, Found(miss_reason=None if cacheable else "memory_kind"))
+                else:
+                    self._effects.resolve(job)
+            if job.stage is Stage.PLACING:
+                self._place(job)
+                if job.stage is Stage.PLACING and self._decide(job).how is not How.FOLLOW:
+                    break  # it waits for a sequence: nobody overtakes it
+
+    def _lookup_is_useless(self, job: Job) -> bool:
+        if not self._state.engine.info.cacheable or job.spec.mode == "continue":
+            return True
+        live = self._state.table.best_live([*job.prompt, *job.generated], job.salt, self._state.engine.rendered)
+        return (
+            self._state.able.can_share
+            and live is not None
+            and live.seam.caller_tokens == len(job.prompt) + len(job.generated)
+        )
+
+    def _decide(self, job: Job) -> Placement:
+        stored = self._state.found[job.id].seam.caller_tokens if job.id in self._state.found else 0
+        return place(
+            job,
+            self._state.table,
+            list(self._state.running.values()),
+            self._state.engine.rendered,
+            stored,
+            self._state.able,
+        )
+
+    def _place(self, job: Job) -> None:
+        if self._state.limits.deterministic and not self._stand_alone(job):
+            return
+        decision = self._decide(job)
+        if decision.how in (How.WAIT, How.FOLLOW):
+            return
+        if decision.how is How.RECLAIM:
+            own = self._state.table.oldest_pinned()
+            if own is not None:
+                self._saver.reclaim(own)
+            return
+        assert decision.target is not None
+        self._state.waiting.remove(job)
+        found = self._state.found.pop(job.id)
+        self._occupy(job, decision, found)
+        self._effects.changed()
+
+    def _stand_alone(self, job: Job) -> bool:
+        """Deterministic: no other sequence holds cells while one computes. False: an idle one is being saved first."""
+        own = self._state.table.of_session(job.spec.session_id, job.salt) if job.spec.session_id else None
+        for s in self._state.table.sequences:
+            if s is own or not s.tokens or s.use is Use.BUSY:
+                continue
+            if s.use is Use.PINNED:
+                self._saver.reclaim(s)
+                return False
+            if s.holds:
+                return False
+            self._state.context.clear(s)
+        return True
+
+    def _occupy(self, job: Job, decision: Placement, found: Found) -> None:
+        """Give a request its sequence, with what the sequence is to hold of the prompt already."""
+        self._effects.computes(job)
+        s = self._state.table[decision.target or 0]
+        wanted = [*job.prompt, *job.generated]
+        if decision.stored:
+            self._state.context.cut(s, live_part(self._state.context, s, found))
+            job.begin_context((), wanted)
+        else:
+            self._reuse_live(job, s, decision, found, wanted)
+        s.use, s.salt = Use.BUSY, job.salt
+        if job.spec.session_id:
+            s.session = job.spec.session_id
+        self._state.table.touch(s.id)
+        job.seq = s.id
+        self._state.running[s.id] = job
+        if decision.stored:
+            job.stage = Stage.RESTORING
+            self._state.restores[s.id] = Restore(
+                self._state.context, self._effects, job, s, found,
+                min_reuse_tokens=self._state.able.min_reuse_tokens, then=lambda: self._restored(job),
+            )  # fmt: skip
+        else:
+            let_go(found)
+            self._effects.check_in(found, (), ())
+            self._restored(job)
+
+    def _reuse_live(self, job: Job, s: Sequence_, decision: Placement, found: Found, wanted: list[int]) -> None:
+        seam, held_before = decision.seam, len(s.tokens)
+        if decision.how is How.SHARE and not self._state.context.share(
+            self._state.table[decision.source or 0], s, seam.stored_tokens
+        ):
+            seam = NO_SEAM
+        elif decision.how is How.CLEAR:
+            self._state.context.clear(s)
+        job.begin_context(s.tokens[: seam.stored_tokens], wanted[seam.caller_tokens :])
+        # The last token is computed again, for its logits.
+        keep = min(seam.stored_tokens, len(job.tokens) - 1)
+        if keep < len(s.tokens) and not self._state.context.cut(s, keep):
+            job.begin_context((), wanted)
+            seam = NO_SEAM
+        reused = seam.stored_tokens
+        job.hit.kind = hit_kind(decision, reused, job.prompt_tokens, held_before)
+        if job.spec.mode == "continue":
+            job.hit.kind = HitKind.CONTINUATION
+        job.hit.read_tokens, job.hit.retokenised = reused, seam.retokenised
+        job.hit.source = "live" if reused else None
+        job.hit.miss_reason = found.miss_reason if not reused else None
+        job.hit.divergence_byte = found.divergence_byte
+
+    def restore_some(self) -> None:
+        """Import nodes, for a few milliseconds if others compute; alone, wait for what is still being read."""
+        end_s = time.perf_counter() + RESTORE_BUDGET_S
+        others = any(job.stage in (Stage.PREFILLING, Stage.GENERATING) for job in self._state.running.values())
+        for seq, restore in list(self._state.restores.items()):
+            while restore.step():
+                if restore.awaited is not None:
+                    if others or len(self._state.restores) > 1:
+                        break
+                    wait([restore.awaited], READ_WAIT_S)
+                    break
+                if others and time.perf_counter() > end_s:
+                    return
+            else:
+                self._state.restores.pop(seq, None)
+
+    def _restored(self, job: Job) -> None:
+        job.times.restored_s = time.monotonic()
+        job.stage = Stage.PREFILLING
+        try:
+            if job.sampler is None and job.spec.mode != "prefill":
+                job.sampler = self._state.engine.new_sampler(
+                    job.spec.sampling, seed=job.seed, prompt=job.tokens[: job.prompt_tokens]
+                )
+                self._replay(job)
+        except BarrelError as refused:
+            self._end(job, None, refused)

@@ -1,0 +1,100 @@
+"""When what is saved, and giving sequences up with a save. Runs on the engine thread; the I/O thread does the saving."""
+
+from collections.abc import Callable
+
+from barrel_inference.protocol import HitKind, SaveReason
+from barrel_inference.workers.model.effects import Effects, SaveOrder
+from barrel_inference.workers.model.job import Job
+from barrel_inference.workers.model.sequences import Sequence_, Use
+from barrel_inference.workers.model.state import State
+
+
+class Saver:
+    """Orders saves. `reclaiming`: sequences that will be free once their evict save is over."""
+
+    def __init__(self, state: State, effects: Effects) -> None:
+        self._state = state
+        self._effects = effects
+        self.reclaiming: set[int] = set()
+        self._when_reclaimed: list[Callable[[], None]] = []
+
+    def save(
+        self, s: Sequence_, length: int, reason: SaveReason, *, job: Job | None = None, pinned: bool = False,
+        on_published: Callable[[], None] | None = None,
+    ) -> bool:  # fmt: skip
+        if (
+            not self._state.engine.info.cacheable
+            or not length
+            or (length <= s.saved_tokens and reason is SaveReason.SHUTDOWN)
+        ):
+            return False
+        snapshots = dict(self._state.context.snapshots.get(s.id, {}))
+        if self._state.engine.info.needs_snapshot and length not in snapshots:
+            return False
+        s.holds += 1
+        s.saved_tokens = max(s.saved_tokens, length)
+        self._effects.save(
+            SaveOrder(s.id, tuple(s.tokens[:length]), s.salt, reason, snapshots, job, pinned, on_published)
+        )
+        return True
+
+    def save_prompt(self, job: Job, s: Sequence_, held: int) -> None:
+        """The saves that belong to the prompt: the caller's static head, and the cold save; once each."""
+        policy = self._state.limits.policy
+        pin = min(job.spec.prefix_checkpoint_len or 0, job.prompt_tokens)
+        if pin and not job.pin_saved and held >= pin:
+            job.pin_saved = True
+            self.save(s, pin, SaveReason.AGENT_PREFIX, job=job, pinned=True)
+        if job.cold_saved or job.hit.kind is not HitKind.COLD or not policy.wants_cold(job.prompt_tokens):
+            return
+        boundary = policy.cold_boundary(job.prompt_tokens)
+        if boundary and held >= boundary:
+            job.cold_saved = True
+            self.save(s, boundary, SaveReason.COLD, job=job)
+
+    def reclaim(self, own: Sequence_) -> None:
+        """Save an idle session, then free its sequence."""
+        if own.id in self.reclaiming:
+            return
+        self.reclaiming.add(own.id)
+        if own.session is not None:
+            own.session = None
+        own.use = Use.WARM
+
+        def freed() -> None:
+            self.reclaiming.discard(own.id)
+            if own.use is Use.WARM and not own.holds:
+                self._state.context.clear(own)
+            self._effects.changed()
+            if not self.reclaiming:
+                waiting, self._when_reclaimed = self._when_reclaimed, []
+                for function in waiting:
+                    function()
+
+        if not self.save(own, len(own.tokens), SaveReason.EVICT, on_published=freed):
+            freed()
+
+    def bound_warm(self) -> None:
+        """Idle cells slow every token of the others: keep at most `warm_cells` of them."""
+        warm = sorted((s for s in self._state.table.sequences if s.use is Use.WARM), key=lambda s: s.used)
+        total = sum(len(s.tokens) for s in warm)
+        for s in warm[:-1] if len(warm) > 1 else []:
+            if total <= self._state.limits.warm_cells:
+                return
+            if not s.holds:
+                total -= len(s.tokens)
+                self._state.context.clear(s)
+
+    def snapshot_points(self, job: Job) -> tuple[int, ...]:
+        if not self._state.engine.info.needs_snapshot or not self._state.engine.info.cacheable:
+            return ()
+        pin = job.spec.prefix_checkpoint_len or 0
+        boundary = self._state.limits.policy.cold_boundary(job.prompt_tokens)
+        return tuple(point for point in (pin, boundary, job.prompt_tokens - 1) if point > 0)
+
+    def after_reclaim(self, then: Callable[[], None]) -> None:
+        """Run `then` once no sequence is being reclaimed."""
+        if self.reclaiming:
+            self._when_reclaimed.append(then)
+        else:
+            then()
