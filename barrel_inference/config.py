@@ -41,6 +41,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True):
     dir: str
     state_dir: str
     endpoint: str
+    socket_group: str
     tcp: str
     curve: str
 
@@ -117,6 +118,7 @@ class LimitSettings(msgspec.Struct, frozen=True):
     max_requests: Positive
     max_queue_per_model: Positive
     grammar_bytes: Positive
+    model_roots: list[str]
 
 
 class LogSettings(msgspec.Struct, frozen=True):

@@ -171,6 +171,8 @@ def has_supervisor(endpoint: str) -> bool:
     probe.settimeout(0.2)
     try:
         probe.connect(str(Path(endpoint.removeprefix("ipc://")).with_name("supervisor")))
+    except PermissionError:
+        return True  # it is another user's, and there
     except OSError:
         return False
     finally:

@@ -6,6 +6,7 @@ messages silently (18,000 of 20,000 to a slow reader).
 """
 
 import asyncio
+import grp
 import os
 import stat
 import sys
@@ -56,7 +57,7 @@ class Socket:
         self._fd = cast(int, zsocket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._drain_soon = False
-        self._tells_users = False
+        self.tells_users = False
         self.closed = False
         self._schedule()  # messages may have arrived before the reader was added
 
@@ -86,7 +87,11 @@ class Socket:
             self._zsocket.bind(address)
         except zmq.ZMQError as error:
             raise InvalidArgument(f"cannot listen at {address}: {error.strerror}") from None
-        self._tells_users = True
+        self.tell_users()
+
+    def tell_users(self) -> None:
+        """From now on each message ends with one more frame: who sent it (see `user_of`)."""
+        self.tells_users = True
 
     def close(self, linger_ms: int = 0) -> None:
         """Close; what was sent and not yet delivered is given up after `linger_ms`."""
@@ -102,13 +107,14 @@ class Socket:
         return bool(cast(int, self._zsocket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _receive(self) -> Frames:
-        if not self._tells_users:
+        if not self.tells_users:
             return self._zsocket.recv_multipart(zmq.NOBLOCK)
         found = self._zsocket.recv_multipart(zmq.NOBLOCK, copy=False)
-        try:
+        address = str(found[-1].get("Peer-Address"))
+        # Asked of TCP peers only: what a peer of the Unix socket calls itself could be anything.
+        user = local_user(address, os.getuid())
+        if user is None:
             user = str(found[-1].get("User-Id"))
-        except zmq.ZMQError:  # it came through the Unix socket
-            user = ""
         return [*(frame.bytes for frame in found), user.encode()]
 
     def _schedule(self) -> None:
@@ -128,6 +134,31 @@ class Socket:
                 return
             self._on_frames(frames)
         self._schedule()
+
+
+def local_user(peer_address: str, own_uid: int) -> str | None:
+    """Who is at the other end of a Unix socket: "" for this user and root, `uid:N` for another; None: it is no Unix socket.
+
+    libzmq appends what the kernel says of the peer (SO_PEERCRED): `localhost:UID:GID:PID`. Addresses of TCP peers are numeric.
+    """
+    name, *numbers = peer_address.split(":")
+    if name != "localhost" or len(numbers) != 3:
+        return None
+    return "" if int(numbers[0]) in (0, own_uid) else f"uid:{numbers[0]}"
+
+
+def open_to_group(socket_path: Path, group: str) -> None:
+    """Let the members of a group connect to this one socket of a private directory, and see nothing else of it."""
+    try:
+        gid = grp.getgrnam(group).gr_gid
+        for path, mode in ((socket_path.parent, 0o710), (socket_path, 0o660)):
+            if path.stat().st_gid != gid:
+                os.chown(path, -1, gid)
+            path.chmod(mode)
+    except (KeyError, OSError) as error:
+        raise InvalidArgument(
+            f"runtime.socket_group = {group!r}: {error}", hint="name a group that the runtime's user is in"
+        ) from None
 
 
 def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", path: Path, on_frames: Callable[[Frames], None]) -> Socket:

@@ -10,6 +10,10 @@ import msgspec
 from barrel_inference.protocol import ErrorBody
 
 
+# The manager's queue holds a few datagrams; while it is full, a send waits. Beats of children are late by less than they may.
+_PATIENCE_S = 1.0
+
+
 class Started(msgspec.Struct, frozen=True):
     """The line on `--ready-fd`: everything is ready, or why it is not."""
 
@@ -38,8 +42,13 @@ class Systemd:
         self.watchdog_s = watchdog_us / 2e6 if self._address and watchdog_us else None
 
     def say(self, *states: str) -> None:
-        """Send e.g. `READY=1`; a manager that does not listen is no error."""
+        """Send e.g. `READY=1`; a manager that does not listen is no error.
+
+        One that is slow to read is waited for as long as nothing else suffers from it.
+        """
         if not self._address:
             return
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+            # A sign of life that finds the queue full can be left out: those in it are as good.
+            datagram.settimeout(0.0 if "WATCHDOG=1" in states else _PATIENCE_S)
             datagram.sendto("\n".join(states).encode(), self._address)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from barrel_inference import codec, protocol
@@ -68,6 +69,7 @@ class Loader:
         return Loaded(model_id=name)
 
     def _checked(self, message: LoadModel) -> tuple[str, dict[str, Any], LoadOptions]:
+        self.check_roots(message.options.get("model_path"), message.options.get("adapters") or [])
         given, parsed = self._parse(message.options)
         configured = message.options.get("model_path")
         name = message.model_id or (configured if self._is_configured(configured) else None)
@@ -76,6 +78,16 @@ class Loader:
             name = self.registry.new_id(self._generated)
         self._check_id(name)
         return name, given, parsed
+
+    def check_roots(self, path: object, adapters: list[tuple[str, float]]) -> None:
+        """Raise if a caller names a file outside `limits.model_roots`; what the configuration names may lie anywhere."""
+        named = [str(adapter[0]) for adapter in adapters]
+        if isinstance(path, str) and not self._is_configured(path) and not path.startswith("pkg:"):
+            named.append(path)
+        if outside := outside_roots(named, self.settings["limits"].get("model_roots", [])):
+            raise InvalidArgument(
+                f"{outside[0]!r} is in none of limits.model_roots", hint="move it there, or name it in [models]"
+            )
 
     def _is_configured(self, path: object) -> bool:
         return isinstance(path, str) and path in self.settings.get("models", {})
@@ -180,6 +192,14 @@ class Loader:
     async def _stop_child(self, name: str) -> None:
         with contextlib.suppress(NotFound):
             await self.actor.supervisor.call(protocol.StopChild(id=target_of(name)), Ok)
+
+
+def outside_roots(paths: list[str], roots: list[str]) -> list[str]:
+    """Those of `paths` that lead, links followed, out of all `roots`; without roots none does."""
+    allowed = [Path(os.path.realpath(root)) for root in roots]
+    return [
+        path for path in paths if roots and not any(Path(os.path.realpath(path)).is_relative_to(a) for a in allowed)
+    ]
 
 
 def _file_sizes(parsed: LoadOptions) -> dict[str, int]:

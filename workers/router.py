@@ -19,7 +19,7 @@ from barrel_inference.actor import Actor, Peer, Request, run
 from barrel_inference.curve import Gatekeeper
 from barrel_inference.errors import BarrelError, ModelDown, ModelFailed, NotFound, NotSupported, ProtocolError
 from barrel_inference.protocol import Down, Gone, Header, Kind, ModelRow, Route, ThreadShare
-from barrel_inference.transport import Frames, Unreachable
+from barrel_inference.transport import Frames, Unreachable, open_to_group
 from barrel_inference.workers import blackbox
 from barrel_inference.workers.loading import Loader
 from barrel_inference.workers.observing import Observers
@@ -33,7 +33,7 @@ TREE_DEADLINE_S = 2.0
 # How often the supervisor is asked about a model that is coming back.
 LEARN_S = 0.3
 
-# Every peer of a Unix socket in a 0700 directory is this user; whoever comes over TCP is named by its key.
+# This user and root. Others come in through the socket of a group, named by their UID, or over TCP, named by their key.
 LOCAL = ""
 
 # What a tenant may ask: its own requests. Loading, evicting, and looking at what others do are for this user.
@@ -81,13 +81,16 @@ class Router:
         own = [child for child in await self._learn() if child.id == self.actor.id]
         self._uncounted_restarts = sum(child.restarts > 0 for child in own)  # this start is one, if it is not the first
         self.actor.every(LEARN_S, self._learn_if_waiting)
-        self._listen_on_tcp(self.actor.boot.settings["runtime"])
+        self._open_doors(self.actor.boot.settings["runtime"])
         early, self._early = self._early or [], None
         for frames, tenant in early:
             self._on_message(frames, tenant)
         return {}
 
-    def _listen_on_tcp(self, runtime: dict[str, str]) -> None:
+    def _open_doors(self, runtime: dict[str, str]) -> None:
+        if group := runtime.get("socket_group"):
+            self.actor.server.tell_users()
+            open_to_group(self.actor.runtime_dir / self.actor.id, group)
         if not runtime.get("tcp"):
             return
         directory = Path(runtime["curve"])
@@ -115,7 +118,7 @@ class Router:
     # --- from clients and peers
 
     def _on_frames(self, frames: Frames) -> None:
-        if self._gatekeeper is None:
+        if not self.actor.server.tells_users:
             self._on_message(frames, LOCAL)
         else:
             *frames, tenant = frames
@@ -165,7 +168,9 @@ class Router:
         if header.verb not in protocol.CLIENT_VERBS[group]:
             raise NotSupported(f"{process_id[:200]} does not take {header.verb!r} from clients")
         if request.tenant and header.verb not in REMOTE_VERBS.get(group, ()):
-            raise NotSupported(f"{header.verb!r} is not for clients over TCP", hint="ask on the runtime's own machine")
+            raise NotSupported(f"{header.verb!r} is for the user who runs this runtime", hint="ask as that user")
+        if header.verb == "set_adapters":
+            self.loader.check_roots(None, codec.decode(body, protocol.SetAdapters).adapters)
         if group == "router":
             self.actor.dispatch(request, header, body)
         elif group == "supervisor":

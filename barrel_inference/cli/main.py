@@ -6,7 +6,19 @@ from typing import Annotated
 
 import typer
 
-from barrel_inference.cli import cache, configuration, context, doctor, generate, lifecycle, logs, models, pressure
+from barrel_inference.cli import (
+    cache,
+    configuration,
+    context,
+    doctor,
+    generate,
+    keys,
+    lifecycle,
+    logs,
+    models,
+    pressure,
+    service,
+)
 from barrel_inference.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, one_line
 from barrel_inference.errors import BarrelError
 
@@ -19,9 +31,11 @@ for command in (
     lifecycle.ps, lifecycle.restart, logs.logs, doctor.doctor,
 ):  # fmt: skip
     app.command()(command)
+app.command("install-service")(service.install_service)
 app.add_typer(cache.app, name="cache")
 app.add_typer(pressure.app, name="pressure")
 app.add_typer(configuration.app, name="config")
+app.add_typer(keys.app, name="keys")
 
 
 def _version(wanted: bool) -> None:

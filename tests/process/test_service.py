@@ -1,6 +1,7 @@
 """A runtime as a service: what the manager is told, and a configuration that changes while it runs."""
 
 import contextlib
+import grp
 import os
 import shutil
 import signal
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from barrel_inference import Client
-from barrel_inference.errors import InvalidArgument
+from barrel_inference import Client, Runtime
+from barrel_inference.errors import BadModel, InvalidArgument
 from barrel_inference.protocol import Reload, Reloaded
-from barrel_inference.runtime import ask_supervisor
+from barrel_inference.runtime import ask_supervisor, read_settings, start_daemon, stop_daemon
 
 DEADLINE_S = 60
 
@@ -75,12 +76,15 @@ class Service:
     def end(self) -> int:
         """Stop it as systemd does; the value is its exit status."""
         self.process.terminate()
-        status = self.process.wait(DEADLINE_S)
-        self._manager.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+        # Listening all the while, as a manager does: its socket takes a few datagrams only.
+        with contextlib.suppress(TimeoutError, AssertionError):
+            self._manager.settimeout(0.2)
+            while self.process.poll() is None or self._lines:
+                with contextlib.suppress(TimeoutError):
+                    self.hear("nothing begins like this")
             self.hear("nothing begins like this")
         self._manager.close()
-        return status
+        return self.process.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -133,3 +137,68 @@ def test_reload_says_what_waits(service: Service) -> None:
     service.end()
     # At `error` a stop is not worth a line; at the `info` of the start it is.
     assert "child.stopping" not in (service.state_dir / "log" / "router.log").read_text()
+
+
+STRANGER = """
+import os, sys
+from barrel_inference import BarrelError, Client
+gid, uid, endpoint = int(sys.argv[1]), 12345, sys.argv[2]
+os.setgroups([gid]); os.setresgid(gid, gid, gid); os.setresuid(uid, uid, uid)
+with Client(endpoint) as client:
+    print([row.model_id for row in client.models()])
+    for attempt in range(2):
+        print(client.complete("m", "one two three four five six", response_tokens=1).cache_hit_kind)
+    for forbidden in (lambda: client.unload("m"), client.counters, client.cache.dump):
+        try:
+            forbidden()
+        except BarrelError as refused:
+            print(refused.code)
+print(os.access(os.path.dirname(endpoint[6:]), os.R_OK), os.access(endpoint[6:].replace("router", "index"), os.W_OK))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_members_of_the_group_are_tenants() -> None:
+    """Another user of the group completes with a cache of its own, may not administer, and reaches no other socket."""
+    group = grp.getgrnam("nogroup")
+    base = Path(tempfile.mkdtemp(prefix="bs-", dir="/tmp"))
+    base.chmod(0o711)
+    config = {
+        "runtime": {"dir": str(base / "run"), "state_dir": str(base / "state"), "socket_group": group.gr_name},
+        "tiers": {"ram": {"quota_bytes": "64MiB"}, "ram_file": {"enabled": False}, "disk": {"enabled": False}},
+        "writer": {"processes": 1},
+    }
+    start_daemon(read_settings(config))
+    try:
+        endpoint = f"ipc://{base}/run/router"
+        policy = {"min_tokens": 4, "cold_min_tokens": 4, "boundary_trim_tokens": 0, "boundary_align_tokens": 1}
+        with Client(endpoint) as client:
+            client.load_model("m", "m", backend="stub", policy=policy)
+            client.complete("m", "one two three four five six", response_tokens=1)
+            said = subprocess.run(
+                [sys.executable, "-P", "-c", STRANGER, str(group.gr_gid), endpoint],
+                capture_output=True, text=True, check=True, timeout=DEADLINE_S,
+            ).stdout.splitlines()  # fmt: skip
+    finally:
+        stop_daemon(base / "run")
+        shutil.rmtree(base)
+    assert said == ["['m']", "cold", "exact", "not_supported", "not_supported", "not_supported", "False False"]
+
+
+def test_models_come_from_their_roots(tmp_path: Path) -> None:
+    """With `limits.model_roots` a path outside of it is refused, also through a link inside of it."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out.gguf").write_bytes(b"GGUF")
+    (tmp_path / "in" / "link.gguf").symlink_to(tmp_path / "out.gguf")
+    config = {
+        "limits": {"model_roots": [str(tmp_path / "in")]},
+        "tiers": {"ram": {"quota_bytes": "64MiB"}, "ram_file": {"enabled": False}, "disk": {"enabled": False}},
+    }
+    with Runtime(config) as runtime, runtime.client() as client:
+        for path in ("out.gguf", "in/../out.gguf", "in/link.gguf"):
+            with pytest.raises(InvalidArgument, match="model_roots"):
+                client.load_model(str(tmp_path / path), "m")
+        with pytest.raises(InvalidArgument, match="model_roots"):
+            client.load_model(str(tmp_path / "in" / "m.gguf"), "m", adapters=[(str(tmp_path / "a.gguf"), 1.0)])
+        with pytest.raises(BadModel):
+            client.load_model(str(tmp_path / "in" / "absent.gguf"), "m")

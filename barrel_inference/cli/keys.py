@@ -1,0 +1,102 @@
+"""keys init, add, ls, remove: who may come in over TCP."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from barrel_inference.cli import output
+from barrel_inference.cli.failure import not_found
+from barrel_inference.errors import InvalidArgument
+
+app = typer.Typer(no_args_is_help=True, help="CURVE keys: who may come in over TCP.")
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that `runtime.curve` names.")]
+Name = Annotated[str, typer.Argument(help="The client's name, which is also its tenant.")]
+
+# A name is a file's name and a tenant's; `uid:N` is the tenant of a local user, so no colon.
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}")
+
+
+@app.command()
+def init(directory: Directory) -> None:
+    """Make the runtime's own keys.
+
+    Example: barrelctl keys init ~/.config/barrel-inference/curve
+    """
+    import zmq.auth  # here, so that other commands do not wait for it
+
+    if (directory / "server.key_secret").exists():
+        raise InvalidArgument(f"{str(directory)!r} has a server key already", hint="remove it first to replace it")
+    os.umask(0o077)
+    (directory / "clients").mkdir(mode=0o700, parents=True, exist_ok=True)
+    zmq.auth.create_certificates(directory, "server")
+    output.note(f'the keys are in {directory}; set runtime.curve = "{directory.absolute()}" and runtime.tcp')
+
+
+@app.command()
+def add(
+    directory: Directory,
+    name: Name,
+    out: Annotated[Path | None, typer.Option(help="Where to put what the client needs; default: ./NAME")] = None,
+) -> None:
+    """Let one more client in, and write the directory that it needs.
+
+    The runtime takes a new list of clients with `barrelctl restart router`.
+
+    Example: barrelctl keys add ~/.config/barrel-inference/curve alice --out alice-keys
+    """
+    import zmq.auth  # as above
+
+    target = out or Path(name)
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(f"{name!r} cannot name a client", hint="use letters, digits and any of . _ -")
+    if not (directory / "server.key").exists():
+        raise InvalidArgument(f"{str(directory)!r} has no server key", hint=f"barrelctl keys init {directory}")
+    if (directory / "clients" / f"{name}.key").exists():
+        raise InvalidArgument(f"there is a client {name!r} already", hint=f"barrelctl keys remove {directory} {name}")
+    if target.exists():
+        raise InvalidArgument(f"{str(target)!r} exists already", hint="name another directory with --out")
+    os.umask(0o077)
+    target.mkdir(parents=True)
+    public, _ = zmq.auth.create_certificates(target, "client")
+    shutil.copy(directory / "server.key", target / "server.key")
+    shutil.move(public, directory / "clients" / f"{name}.key")
+    output.note(f"give {target} to {name}, who sets BARREL_CURVE to it and BARREL_ENDPOINT to the runtime's address")
+
+
+@app.command("ls")
+def list_clients(directory: Directory) -> None:
+    """The clients that may come in.
+
+    Example: barrelctl keys ls ~/.config/barrel-inference/curve
+    """
+    for name in _names(directory):
+        print(name)
+
+
+@app.command()
+def remove(
+    directory: Directory,
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Let a client in no more.
+
+    Connections that stand last until `barrelctl restart router`.
+
+    Example: barrelctl keys remove ~/.config/barrel-inference/curve alice --yes
+    """
+    if name not in (known := _names(directory)):
+        raise not_found("client", name, known, f"there are {', '.join(known) or 'none'}")
+    if not yes:
+        typer.confirm(f"Remove the key of {name}? It cannot be made again.", abort=True)
+    (directory / "clients" / f"{name}.key").unlink()
+    output.note(f"{name} is removed; `barrelctl restart router` also ends its connections")
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.stem for path in (directory / "clients").glob("*.key"))
