@@ -124,6 +124,12 @@ class Request:
         """Send the error that ends the call. A caller that is gone is no error."""
         self._end(Kind.ERROR, codec.error_body(error))
 
+    def cast(self, message: Message) -> None:
+        """Tell the process that handed the request on something; it hears it before all that is sent here later."""
+        header = Header(protocol.VERSION, Kind.CAST, protocol.VERB_OF[type(message)])
+        with contextlib.suppress(Unreachable):
+            self._actor.server.send([self.peer, b"", codec.encode(header), codec.encode(message)])
+
     def _end(self, kind: Kind, body: Message) -> None:
         if self.ended or self.kind is Kind.CAST:
             return

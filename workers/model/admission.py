@@ -174,9 +174,13 @@ class Admission:
         if job.spec.mode == "continue":
             job.hit.kind = HitKind.CONTINUATION
         job.hit.read_tokens, job.hit.retokenised = reused, seam.retokenised
-        job.hit.source = "live" if reused else None
-        job.hit.miss_reason = found.miss_reason if not reused else None
-        job.hit.divergence_byte = found.divergence_byte
+        job.hit.source, job.hit.via = ("live", found.via) if reused else (None, "none")
+        job.hit.miss_reason, job.hit.divergence_byte = found.miss_reason, found.divergence_byte
+        if reused:
+            is_partial = job.hit.kind is HitKind.PARTIAL
+            job.hit.miss_reason = "diverged" if is_partial else None
+            live_bytes = sum(len(self._state.engine.rendered(token)) for token in wanted[: seam.caller_tokens])
+            job.hit.divergence_byte = max(live_bytes, found.divergence_byte or 0) if is_partial else None
 
     def restore_some(self) -> None:
         """Import nodes, for a few milliseconds if others compute; alone, wait for what is still being read."""

@@ -13,7 +13,7 @@ from typing import Any
 from barrel_inference import codec, protocol
 from barrel_inference.actor import Actor, Request
 from barrel_inference.errors import ContextOverflow, InternalError, InvalidArgument, Overloaded
-from barrel_inference.protocol import Complete, Completed, HitKind, Message, SaveReason
+from barrel_inference.protocol import Complete, Completed, HitKind, Message, ModelRow, SaveReason
 from barrel_inference.transport import Unreachable
 from barrel_inference.workers.blackbox import Recorder, path_of
 from barrel_inference.workers.model.cache_client import CacheClient, SaveResult
@@ -66,11 +66,13 @@ class Gateway:
         *,
         markers: Markers,
         render_chat: Callable[[Complete], bytes],
+        row: Callable[[], ModelRow],
         on_changed: Callable[[], None],
     ) -> None:
         self.actor = actor
         self.markers = markers
         self.render_chat = render_chat
+        self.row = row
         self.on_changed = on_changed
         self.open: dict[str, _Open] = {}
         self.last_hit: dict[str, Any] | None = None
@@ -334,10 +336,15 @@ class Gateway:
 
         def finish() -> None:
             self.open.pop(job.id, None)
+            entry.request.cast(self.row())  # by the way of the answer: who has that finds the row up to date
             if error is not None:
                 entry.request.error(error)
             else:
-                entry.request.done(self._completed(job, context, finish_key, created))
+                body = self._completed(job, context, finish_key, created)
+                entry.request.cast(
+                    protocol.RequestEnded(model_id=self.cache.model_id, request_id=job.id, stats=_stats(body))
+                )
+                entry.request.done(body)
 
         entry.stream.end(finish)
 
@@ -371,7 +378,7 @@ class Gateway:
     def _completed(self, job: Job, context: tuple[int, ...], finish_key: bytes | None, created: int) -> Completed:
         times, hit = job.times, job.hit
         stop = job.scanner.stopped_by
-        body = Completed(
+        return Completed(
             reply_bytes=bytes(job.scanner.reply), generated=list(job.generated),
             context_tokens=list(context), committed_tokens=len(context), finish_reason=job.finish_reason or "cancelled",
             stop_sequence=stop.decode(errors="replace") if stop is not None else None, finish_key=finish_key,
@@ -383,10 +390,6 @@ class Gateway:
             generation_ms=_ms(times.first_token_s, times.ended_s), ttft_ms=_ms(times.arrived_s, times.first_token_s),
             seed=job.seed, logprobs=list(job.logprobs) if job.spec.sampling.logprobs else None,
         )  # fmt: skip
-        self.actor.cast(
-            "router", protocol.RequestEnded(model_id=self.cache.model_id, request_id=job.id, stats=_stats(body))
-        )
-        return body
 
     async def saves(self) -> None:
         """Wait for the saves under way: what they hold must be with a writer or a tier before our memory goes."""

@@ -74,7 +74,11 @@ class ModelProcess:
         if info.chat_template:
             self.template = self._compile(info.chat_template)
         self.gateway = Gateway(
-            actor, markers=_markers(self.options), render_chat=self._render_chat, on_changed=self._changed
+            actor,
+            markers=_markers(self.options),
+            render_chat=self._render_chat,
+            row=self._row,
+            on_changed=self._changed,
         )
         self.gateway.max_queue = int(self.settings["limits"]["max_queue_per_model"])
         block_tokens = self._block_tokens()

@@ -107,7 +107,8 @@ class Restore:
         job, s, found = self._job, self._s, self._found
         wanted = [*job.prompt, *job.generated]
         seam = found.seam
-        if len(s.tokens) < seam.stored_tokens:  # a node was unreadable: what came before it is a shorter match
+        is_whole = len(s.tokens) >= seam.stored_tokens
+        if not is_whole:  # a node was unreadable: what came before it is a shorter match
             seam = self._seam(wanted)
         keep = seam.stored_tokens - (1 if seam.caller_tokens == len(wanted) else 0)
         if self._context.engine.info.needs_snapshot:
@@ -125,7 +126,10 @@ class Restore:
         job.hit.kind = HitKind.EXACT if seam.caller_tokens == len(wanted) else HitKind.PARTIAL
         job.hit.read_tokens = seam.stored_tokens
         job.hit.retokenised, job.hit.via = seam.retokenised, found.via
-        job.hit.miss_reason = None
+        job.hit.miss_reason = job.hit.divergence_byte = None
+        if job.hit.kind is HitKind.PARTIAL:
+            job.hit.miss_reason = "diverged" if is_whole else "unreadable"
+            job.hit.divergence_byte = found.divergence_byte
         job.hit.source = self.used[-1].source if self.used else "live"
 
     def _seam(self, wanted: list[int]) -> Seam:
