@@ -102,7 +102,7 @@ def test_death_of_a_helper_is_not_noticed(runtime: Runtime, client: Client, vict
 def test_sampling_goes_on_with_its_seed(runtime: Runtime, client: Client, seed: int | None) -> None:
     """A sampled reply, whether its seed was given or drawn, goes on as it would have."""
     model = stub(client)
-    options = {"temperature": 0.8, "response_tokens": TOKENS}
+    options: dict[str, Any] = {"temperature": 0.8, "response_tokens": TOKENS}
     with client.stream(model, PROMPT, seed=seed, **options) as stream:
         seen = read(stream, lambda: kill(runtime, f"model:{model}"))
     assert seen.end.resubmitted == 1
@@ -114,7 +114,7 @@ def test_sampling_goes_on_with_its_seed(runtime: Runtime, client: Client, seed: 
 def test_stop_sequence_across_a_death(runtime: Runtime, client: Client) -> None:
     """A stop sequence that begins before the death and ends after it is found."""
     model = stub(client)
-    options = {"temperature": 0.8, "seed": 3}
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 3}
     whole = client.complete(model, PROMPT, response_tokens=TOKENS, **options)
     words = whole.reply.split(" ")
     stop = " ".join(words[4:8])  # ends with the eighth token; its first is the fifth
@@ -159,7 +159,8 @@ def test_grammar_across_a_death(runtime: Runtime, client: Client, tiny_models: M
     """A grammar goes on from where the delivered tokens left it."""
     model = tiny(client, tiny_models["dense"])
     grammar = 'root ::= "[" [0-9]{40} "]" " and nothing more"'
-    for options in ({}, {"temperature": 1.0, "seed": 11}):
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+    for options in ({}, drawn):
         seen = disturbed(
             client, model, lambda: kill(runtime, f"model:{model}"), prompt="the cat", grammar=grammar, response_tokens=200,
             **options,
