@@ -26,6 +26,11 @@ bench-quick: .venv/.ready         ## the same with few repetitions, under five m
 	$(BIN)/pip install --quiet matplotlib
 	$(BIN)/python bench/run.py --quick
 
+docs: .venv/.ready                ## the documentation, in site/
+	$(BIN)/pip install --quiet -e '.[docs]'
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:                            ## remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 

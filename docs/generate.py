@@ -1,6 +1,6 @@
 """Write the reference pages that follow from the code: `python docs/generate.py`; a test compares them.
 
-Whole pages: cli.md, configuration.md, errors.md, load-options.md, counters.md. In protocol.md the tables between the two
+Whole pages: cli.md, configuration.md, errors.md, file-format.md, load-options.md. In protocol.md the tables between the two
 markers.
 """
 
@@ -19,6 +19,7 @@ import typer
 
 from barrel_inference import config, errors, protocol
 from barrel_inference.cli.main import app
+from barrel_inference.tiers import kvc
 from barrel_inference.workers.model import options
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -207,6 +208,14 @@ def messages() -> str:
     return "\n".join(lines) + "\n"
 
 
+def file_format() -> str:
+    """The docstring of the module that packs images: the tables stand next to the code."""
+    lines = inspect.cleandoc(kvc.__doc__ or "").replace(" Pure.", "").splitlines()
+    numbers = ", ".join(f"{number} {reason}" for reason, number in kvc.REASON_NUMBERS.items())
+    body = "\n".join(lines[1:]).replace("see REASON_NUMBERS", "see below")
+    return f"{NOTE}# File format\n\n{lines[0]}\n{body}\n\nSave reasons: {numbers}.\n"
+
+
 def _collect(hint: Any, seen: dict[str, Any]) -> None:
     if isinstance(hint, type) and issubclass(hint, protocol.Message):
         if hint.__name__ not in seen:
@@ -226,6 +235,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "cli.md": cli(),
         REFERENCE / "configuration.md": configuration(),
         REFERENCE / "errors.md": error_codes(),
+        REFERENCE / "file-format.md": file_format(),
         REFERENCE / "load-options.md": load_options(),
         REFERENCE / "protocol.md": before + BEGIN + "\n" + messages() + "\n" + END + after,
     }

@@ -9,7 +9,6 @@ import msgspec
 
 from barrel_inference.protocol import ErrorBody
 
-
 # The manager's queue holds a few datagrams; while it is full, a send waits. Beats of children are late by less than they may.
 _PATIENCE_S = 1.0
 
