@@ -48,6 +48,14 @@ def test_tightest_group_counts(tmp_path: Path) -> None:
     assert free_memory_bytes(proc, cgroups) == 150 * MIB
 
 
+def test_throttling_counts_as_a_limit(tmp_path: Path) -> None:
+    """Above `memory.high` every allocation waits, so a group is full there already."""
+    proc, cgroups = machine(tmp_path, "0::/box\n")
+    group(cgroups / "box", V2, "max", 100 * MIB, f"inactive_file {20 * MIB}")
+    (cgroups / "box/memory.high").write_text(f"{200 * MIB}\n")
+    assert free_memory_bytes(proc, cgroups) == 120 * MIB
+
+
 def test_path_of_the_host_inside_a_container(tmp_path: Path) -> None:
     """When our path does not exist here, the mount's root is our group."""
     proc, cgroups = machine(tmp_path, "0::/docker/abc\n")
