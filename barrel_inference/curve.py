@@ -85,6 +85,10 @@ class Gatekeeper:
         zsocket.bind(_ZAP_ENDPOINT)
         self._socket = Socket(zsocket, self._on_question)
 
+    def admit(self, known: dict[bytes, str]) -> None:
+        """Let these in from now on; connections that stand stay."""
+        self._known = known
+
     def close(self) -> None:
         """Let nobody in any more."""
         self._socket.close()

@@ -7,7 +7,6 @@ Exit status: 0 after a stop; 1 when helpers died more often than `[supervisor]` 
 (wrong configuration, an essential process that cannot start), so that a unit can say `RestartPreventExitStatus=78`.
 """
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -47,7 +46,7 @@ from barrel_inference.protocol import (
     TreeRows,
     TreeStatus,
 )
-from barrel_inference.supervisor import reload, runtime_dir, spec, steps
+from barrel_inference.supervisor import arguments, reload, runtime_dir, spec, steps
 from barrel_inference.supervisor.control import Control, Sender
 from barrel_inference.supervisor.notify import Systemd, report_start
 from barrel_inference.supervisor.restarts import Intensity
@@ -346,55 +345,6 @@ def _limits(settings: Settings) -> Limits:
     )
 
 
-def _with_sources(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the user's own file and keys in place of a launcher's copy of what they came to."""
-    if not arguments.from_launcher:
-        return arguments
-    return argparse.Namespace(config=arguments.source, set=arguments.source_set)
-
-
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("barreld", description="The root supervisor of Barrel Inference.")
-    add = parser.add_argument
-    add("--config", type=Path, help="a TOML file that is laid over the packaged sys.toml")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="one key over the file, e.g. log.level=debug")
-    add("--from-launcher", action="store_true", help="--config is a copy; a reload reads --source and --source-set")
-    add("--source", type=Path, help="the user's own file")
-    add("--source-set", action="append", default=[], metavar="KEY=VALUE", help="the user's own --set")
-    add("--detach", action="store_true", help="go on in the background")
-    add("--tied", action="store_true", help="stop when standard input ends: for a runtime that belongs to a program")
-    add("--ready-fd", type=int, help="descriptor for one JSON line: ready, or why not")
-    add("--alive-fd", type=int, help="descriptor that every process keeps: its other end shows when all are gone")
-    add("--remove-at-exit", action="append", default=[], type=Path, help="directory that goes with this runtime")
-    add("--tree", type=Path, help="for embedding and tests: a JSON list of child specifications instead of ours")
-    return parser.parse_args(argv)
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
-    tables: dict[str, Any] = {}
-    if arguments.config:
-        try:
-            text = arguments.config.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"configuration {str(arguments.config)!r} cannot be read: {error}") from None
-        tables = config.parse(text, name=str(arguments.config))
-    return config.resolve(config.settings_from(config.lay_over(config.apply_sets(tables, arguments.set))))
-
-
-def _specs(arguments: argparse.Namespace, settings: Settings) -> list[ChildSpec]:
-    if not arguments.tree:
-        return spec.tree_of(settings)
-    try:
-        found = msgspec.json.decode(arguments.tree.read_bytes(), type=list[ChildSpec])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidArgument(f"--tree {str(arguments.tree)!r}: {error}") from None
-    problems = [problem for child in found for problem in spec.problems(child)]
-    problems += [f"id {child_id!r} is given twice" for child_id in spec.duplicate_ids(found)]
-    if problems:
-        raise InvalidArgument(f"--tree {str(arguments.tree)!r}: {'; '.join(problems)}")
-    return found
-
-
 def _detach() -> None:
     """Go on as a process of nobody's; before any thread or socket exists."""
     if os.fork():
@@ -404,29 +354,29 @@ def _detach() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a supervisor; the value is its exit status."""
-    arguments = _arguments(sys.argv[1:] if argv is None else argv)
+    given = arguments.parse(sys.argv[1:] if argv is None else argv)
     try:
-        settings = _settings(arguments)
-        children = _specs(arguments, settings)
+        settings = arguments.settings_of(given)
+        children = arguments.specs_of(given, settings)
         own_dir, state_dir = Path(settings.runtime.dir), Path(settings.runtime.state_dir)
         for child in children:  # the longest names there will be; a path that is too long must not look like a crash
             ipc_endpoint(own_dir / f"{child.id}.arena")
-        if arguments.detach:
+        if given.detach:
             _detach()
         claims = [runtime_dir.claim(own_dir, "runtime.dir"), runtime_dir.claim(state_dir, "runtime.state_dir")]
     except (BarrelError, OSError) as error:
         body = codec.error_body(error if isinstance(error, BarrelError) else InvalidArgument(str(error)))
-        report_start(arguments.ready_fd, body)
+        report_start(given.ready_fd, body)
         print(f"barreld: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
     os.umask(0o077)  # sockets and files are this user's, whatever the modes of their directories
     events.configure(json=settings.log.format == "json", level=settings.log.level)
     runtime_dir.sweep(own_dir)
-    sources = _with_sources(arguments)
-    options = Options(arguments.ready_fd, arguments.alive_fd, arguments.tied, lambda: _settings(sources))
+    sources = arguments.with_sources(given)
+    options = Options(given.ready_fd, given.alive_fd, given.tied, lambda: arguments.settings_of(sources))
     status = asyncio.run(Supervisor(settings, children, options).run())
     runtime_dir.leave(own_dir)
-    for path in arguments.remove_at_exit:
+    for path in given.remove_at_exit:
         shutil.rmtree(path, ignore_errors=True)
     for claimed in claims:
         os.close(claimed)

@@ -72,6 +72,7 @@ class Router:
         actor.routed_handler = self._on_frames
         actor.on_up(self._up)
         actor.on_down(self._down)
+        actor.on_reconfigured(self._read_clients)
         actor.on(protocol.Greet, self._greet)
         actor.on(ModelRow, self._row)
         actor.on(protocol.Cancel, self._cancel)
@@ -97,6 +98,15 @@ class Router:
         keys = curve.server_keys(directory)
         self._gatekeeper = Gatekeeper(self.actor.context, curve.tenants(directory))
         self.actor.server.bind_curve(runtime["tcp"], public=keys.public, secret=keys.secret, domain=curve.DOMAIN)
+
+    def _read_clients(self) -> None:
+        """A reload also takes up which keys may come in; with one that cannot be read the old list stays."""
+        if self._gatekeeper is None:
+            return
+        try:
+            self._gatekeeper.admit(curve.tenants(Path(self.actor.boot.settings["runtime"]["curve"])))
+        except BarrelError as bad:
+            self.actor.log.error("clients.unreadable", reason=str(bad))
 
     async def _learn(self) -> list[protocol.ChildRow]:
         try:

@@ -45,7 +45,7 @@ def add(
 ) -> None:
     """Let one more client in, and write the directory that it needs.
 
-    The runtime takes a new list of clients with `barrelctl restart router`.
+    A running runtime takes the new list of clients with `barrelctl reload`.
 
     Example: barrelctl keys add ~/.config/barrel-inference/curve alice --out alice-keys
     """
@@ -86,7 +86,7 @@ def remove(
 ) -> None:
     """Let a client in no more.
 
-    Connections that stand last until `barrelctl restart router`.
+    `barrelctl reload` makes it effective for new connections, `barrelctl restart router` also ends those that stand.
 
     Example: barrelctl keys remove ~/.config/barrel-inference/curve alice --yes
     """

@@ -9,6 +9,8 @@ import pytest
 import zmq.auth
 
 from barrel_inference import BarrelError, Client, InvalidArgument, NoRuntime, NotSupported, Runtime
+from barrel_inference.protocol import Reload, Reloaded
+from barrel_inference.runtime import ask_supervisor
 from tests.process.test_router import PlainClient
 
 CLIENTS = ("alice", "bob")
@@ -133,3 +135,27 @@ def test_missing_keys_end_the_start(tmp_path: Path, endpoint: str) -> None:
     """A runtime that is to listen on TCP and has no keys does not start, and says which file is missing."""
     with pytest.raises(BarrelError, match=r"server\.key_secret"):
         Runtime({"runtime": {"tcp": endpoint, "curve": str(tmp_path)}})
+
+
+def test_a_reload_takes_up_the_list_of_clients(
+    runtime: Runtime, keys: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that is added comes in after a reload, and one that is removed comes in no more."""
+    monkeypatch.setenv("BARREL_CURVE", str(keys / "late"))
+    (keys / "late").mkdir()
+    shutil.copy(keys / "server" / "server.key", keys / "late" / "server.key")
+    own, _ = zmq.auth.create_certificates(keys / "late", "client")
+    listed = keys / "server" / "clients" / "late.key"
+    directory = Path(runtime.endpoint.removeprefix("ipc://")).parent
+    shutil.copy(own, listed)
+    ask_supervisor(directory, Reload(), Reloaded)
+    with runtime.client() as client:
+        client.models()  # the router has read what came before it
+    with Client(endpoint, retry=False) as late:
+        assert [row.model_id for row in late.models()] == ["tiny"]
+    listed.unlink()
+    ask_supervisor(directory, Reload(), Reloaded)
+    with runtime.client() as client:
+        client.models()
+    with Client(endpoint, retry=False) as late, pytest.raises(NoRuntime):
+        late.models()
