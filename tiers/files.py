@@ -71,6 +71,14 @@ def open_regular(directory: int, base: str, flags: int = os.O_RDONLY) -> Iterato
         os.close(descriptor)
 
 
+def remove(directory: int, base: str) -> None:
+    """Take away what has this name: a file, a link, or a directory if it is empty; raises `OSError`."""
+    try:
+        os.unlink(base, dir_fd=directory)
+    except IsADirectoryError:
+        os.rmdir(base, dir_fd=directory)
+
+
 def read_into(descriptor: int, target: memoryview) -> None:
     """Fill `target` from the file's start, or raise `CorruptImage` when the file ends early."""
     done = 0

@@ -229,7 +229,7 @@ class FileStore:
         self._forget(name)
         try:
             with self._root.directory_of(name) as (directory, base):
-                os.unlink(base, dir_fd=directory)
+                files.remove(directory, base)
         except FileNotFoundError:
             pass
         except OSError:

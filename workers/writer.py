@@ -199,7 +199,7 @@ def link_or_adopt(directory: int, temp: str, base: str, message: protocol.Write,
             continue
         except CorruptImage:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(base, dir_fd=directory)
+                files.remove(directory, base)
             continue
         where = message.location
         location = Location(where.server, where.incarnation, size_bytes, 0, where.name)

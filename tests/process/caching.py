@@ -104,9 +104,11 @@ def check_books(client: Client, runtime: Runtime) -> None:
         for tier in FILE_TIERS:
             one, dump = stats[f"tier:{tier}"], client.cache.dump(tier=tier)
             nodes = {row.location: row.size_bytes for row in dump if row.size_bytes}
-            there = {
-                str(path.relative_to(root_of(runtime, tier))): path.stat().st_size for path in files_of(runtime, tier)
-            }
+            root = root_of(runtime, tier)
+            try:
+                there = {str(path.relative_to(root)): path.stat().st_size for path in files_of(runtime, tier)}
+            except FileNotFoundError:
+                return False  # one has just gone
             in_order = one.up and one.reserved_bytes == 0 and one.stored_bytes == sum(nodes.values()) <= one.quota_bytes
             if nodes != there or not in_order or client.counters()[f"bytes_{tier}"] != one.stored_bytes:
                 return False
