@@ -1,7 +1,7 @@
 """The messages: what each process says to which, as frozen values. Pure.
 
 Every message has three frames: route, header, body. The header is a `Header`; the body is one of the structs below, as a
-msgpack map. `REQUESTS` and `CASTS` map the header's verb to the body's type. A call gets one reply (`done` or `error`),
+msgpack map. `CALLS` and `CASTS` map the header's verb to the body's type. A call gets one reply (`done` or `error`),
 or numbered events that end with exactly one of them. A cast gets nothing.
 
 Route: empty between processes. From a client it is the target's id (`router`, `model:tiny`); from the router to a worker

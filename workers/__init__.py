@@ -1,1 +1,5 @@
-"""The helper processes: router, index, writer, pressure; and `model`, one process per loaded model."""
+"""The processes under the supervisor.
+
+Reading order: router (with registry, loading, observing), index (with index_rows, index_room, index_errands), writer, pressure;
+`model` has one process per loaded model.
+"""
