@@ -103,7 +103,11 @@ def _number(value: int | float | None) -> float:
 
 def _problem(name: str, value: Any) -> list[str]:
     if name == "store_logits":
-        return [] if value is False else [f"policy.store_logits = {value!r}: logits are not stored by this version; leave it false"]
+        return (
+            []
+            if value is False
+            else [f"policy.store_logits = {value!r}: logits are not stored by this version; leave it false"]
+        )
     limits = _COUNTS.get(name) or _OPTIONAL.get(name)
     if limits is None:
         return [f"policy.{name} = {value!r} is no gate"]
