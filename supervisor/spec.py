@@ -33,6 +33,8 @@ def tree_of(settings: Settings) -> list[ChildSpec]:
         ChildSpec(id="index", module="barrel_inference.workers.index", essential=True),
         *(tier_child(name, tier) for name, tier in settings.tiers.items() if tier.enabled),
         *(writer_child(number) for number in range(settings.writer.processes)),
+        # Off by default, but there: it can be switched on while everything runs.
+        ChildSpec(id="pressure", module="barrel_inference.workers.pressure", niceness=19),
         *(
             model_child(name, options, settings)
             for name, options in settings.models.items()

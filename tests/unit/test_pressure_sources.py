@@ -1,0 +1,176 @@
+"""Readings of memory: what each source makes of what it finds."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from barrel_inference.errors import InvalidArgument
+from barrel_inference.workers import pressure_sources as sources
+from barrel_inference.workers.pressure_sources import SourceFailed, open_source
+from barrel_inference.workers.watermarks import Reading
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only program on PATH: write what it does after `#!/bin/sh`."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "nvidia-smi"
+
+
+def says(program: Path, script: str) -> None:
+    """Give the program its script."""
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> str:
+    """The name of a source whose module is this text."""
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return f"module:{name}"
+
+
+def test_noop_is_never_under_pressure() -> None:
+    """Nothing is used."""
+    assert open_source("noop").sample().ratio == 0.0
+
+
+def test_system_reads_main_memory() -> None:
+    """Some of the machine's memory, or of a smaller limit, is used."""
+    reading = open_source("system").sample()
+    assert 0 < reading.used_bytes <= reading.total_bytes <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("name", ["", "magic", "module:", "module:a b", "nvidia"])
+def test_an_unknown_source_is_named(name: str) -> None:
+    """A refusal has the value and what there is."""
+    with pytest.raises(InvalidArgument, match=r"source = .* is none — use noop"):
+        open_source(name)
+
+
+# --- cgroups ------------------------------------------------------------------------------------------------------------
+
+
+def cgroup(folder: Path, limit: str, current: int, inactive: int) -> None:
+    """The files of one cgroup."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 1\nshmem 2\ninactive_file {inactive}\nactive_file 3\n")
+
+
+def test_every_limit_above_counts(tmp_path: Path) -> None:
+    """The own cgroup and those above it are read; page cache that can go is not counted; no limit is no reading."""
+    cgroup(tmp_path / "outer", "1000", 950, 50)
+    cgroup(tmp_path / "outer" / "inner", "max", 500, 0)
+    cgroup(tmp_path / "outer" / "inner" / "own", "200", 100, 60)
+    (tmp_path / "self").write_text("4:memory:/elsewhere\n0::/outer/inner/own\n")
+    readings = sources.cgroup_readings(tmp_path, tmp_path / "self", machine_bytes=10_000)
+    assert readings == [Reading(40, 200), Reading(900, 1000)]
+    assert sources.fullest(readings) == Reading(900, 1000)
+
+
+def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
+    """What cannot be reached limits nothing; nor does a cgroup without files."""
+    cgroup(tmp_path / "own", "1000", 10, 0)
+    (tmp_path / "self").write_text("0::/own/below\n")
+    assert sources.cgroup_readings(tmp_path, tmp_path / "self", machine_bytes=1000) == []
+    assert sources.cgroup_readings(tmp_path, tmp_path / "absent", machine_bytes=10_000) == []
+
+
+# --- nvidia-smi ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_fullest_gpu_counts(smi: Path) -> None:
+    """One reading per GPU; the worst is taken, not the sum."""
+    says(smi, 'echo "1000, 80000"; echo "70000, 80000"')
+    readings = sources.smi_readings()
+    assert readings == [Reading(1000 * MIB, 80000 * MIB), Reading(70000 * MIB, 80000 * MIB)]
+    assert sources.fullest(readings).ratio == 0.875
+
+
+def test_gpus_that_do_not_tell_are_left_out(smi: Path) -> None:
+    """MIG and [N/A] lines are passed over while another GPU tells."""
+    says(smi, 'echo "[N/A], [N/A]"; echo "[Insufficient Permissions], 80000"; echo; echo " 10 MiB, 40 MiB"')
+    assert sources.smi_readings() == [Reading(10 * MIB, 40 * MIB)]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ('echo "[N/A], [N/A]"', "no GPU's memory"), ("exit 0", "no GPU's memory"), ('echo "No devices were found"', "no GPU"),
+        ('echo "driver/library version mismatch" >&2; exit 18', "ended with 18: driver/library"),
+    ],
+)  # fmt: skip
+def test_no_reading_has_a_reason(smi: Path, script: str, reason: str) -> None:
+    """What the program says goes into the error."""
+    says(smi, script)
+    with pytest.raises(SourceFailed, match=reason):
+        sources.smi_readings()
+
+
+def test_a_hanging_driver_is_given_up(smi: Path) -> None:
+    """A program that does not end is killed."""
+    says(smi, "exec /bin/sleep 600")
+    with pytest.raises(SourceFailed, match=r"did not end within 0\.2 s"):
+        sources.smi_readings(timeout_s=0.2)
+
+
+def test_an_absent_or_broken_program_is_a_reason(smi: Path) -> None:
+    """No program, or one that cannot be run."""
+    with pytest.raises(SourceFailed, match="there is no program"):
+        sources.smi_readings()
+    smi.write_text("not a program")
+    with pytest.raises(SourceFailed, match="nvidia-smi: "):
+        sources.smi_readings()
+
+
+def test_the_program_stands_in_for_nvml(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML the program is asked; without either, both reasons are told."""
+
+    def unusable() -> list[Reading]:
+        raise SourceFailed("Driver Not Loaded")
+
+    monkeypatch.setattr(sources, "nvml_readings", unusable)
+    with pytest.raises(SourceFailed, match="NVML: Driver Not Loaded; there is no program"):
+        open_source("nvidia_smi").sample()
+    says(smi, 'echo "42, 100"')
+    assert open_source("nvidia_smi").sample().ratio == 0.42
+
+
+# --- modules ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `sample()` gives the reading."""
+    name = module(tmp_path, monkeypatch, "source_good", "def sample():\n    return 42, 100\n")
+    assert open_source(name).sample() == Reading(42, 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("import absent_module_of_mine", "cannot be imported: ModuleNotFoundError"), ("x = 1", "no function sample"), ("sample = 3", "no function")],
+)  # fmt: skip
+def test_a_module_that_is_no_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    """It is refused when it is chosen, with the reason."""
+    with pytest.raises(InvalidArgument, match=reason):
+        open_source(module(tmp_path, monkeypatch, "source_bad", text))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("1", "returned 1"), ("(1, 2, 3)", "returned"), ("('a', 1)", "returned"), ("(-1, 5)", "returned"), ("1 / 0", "ZeroDivisionError"),
+     ("(float('nan'), 1)", "returned"), ("None", "returned None")],
+)  # fmt: skip
+def test_what_is_no_reading_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, reason: str) -> None:
+    """Whatever a module returns or raises, there is a reason and no crash."""
+    source = open_source(module(tmp_path, monkeypatch, "source_odd", f"def sample():\n    return {value}\n"))
+    with pytest.raises(SourceFailed, match=reason):
+        source.sample()
