@@ -1,5 +1,6 @@
 """The peer: llama-server built from the sdist of the very llama-cpp-python that we run, with the same options."""
 
+import atexit
 import contextlib
 import http.client
 import json
@@ -64,6 +65,7 @@ class Server:
             ],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment | {"GOMP_SPINCOUNT": "500"},
         )  # fmt: skip
+        atexit.register(self.process.kill)  # also when a scenario fails
         self._wait()
 
     def _wait(self) -> None:
