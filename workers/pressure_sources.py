@@ -1,8 +1,8 @@
 """Where readings of memory come from: the system, the GPUs, a module of the user's, or nowhere.
 
 * `noop`        nothing is ever used.
-* `system`      main memory: of this process's cgroup and those above it the fullest, if one has a limit, else of the
-  machine. The RAM tier and the files of ram_file count there as what they are, shared memory; page cache does not count.
+* `system`      main memory: the fullest of the machine and the control groups with a limit that this process is in.
+  The RAM tier and the files of ram_file count there as what they are, shared memory; page cache does not count.
 * `nvidia_smi`  the fullest GPU, by NVML, or by the program `nvidia-smi` where NVML cannot be used.
 * `module:NAME` an importable module with `sample() -> (used_bytes, total_bytes)`.
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from barrel_inference.errors import InvalidArgument
+from barrel_inference.tiers import headroom
 from barrel_inference.workers.watermarks import Reading
 
 SMI_TIMEOUT_S = 5.0
@@ -25,7 +26,6 @@ SMI_COMMAND = ("nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=c
 
 _NAME = re.compile(r"noop|system|nvidia_smi|module:[A-Za-z_][\w.]*")
 _MIB = 1 << 20
-_CGROUPS = Path("/sys/fs/cgroup")
 _STALL = Path("/proc/pressure/memory")
 
 
@@ -66,48 +66,16 @@ def open_source(name: str) -> Source:
 
 def system_reading() -> Reading:
     """Main memory as the next allocation will find it."""
-    import psutil  # here: with the poller off nothing of it is needed
-
-    memory = psutil.virtual_memory()
-    machine = Reading(memory.total - memory.available, memory.total)
-    return fullest([machine, *cgroup_readings(_CGROUPS, Path("/proc/self/cgroup"), memory.total)])
-
-
-def cgroup_readings(root: Path, own: Path, machine_bytes: int) -> list[Reading]:
-    """Of each cgroup (version 2) of this process that has a limit below the machine's memory: what it uses of it.
-
-    Args:
-        root: where cgroups are mounted.
-        own: the list of this process's cgroups, /proc/self/cgroup.
-    """
-    found = []
-    for line in _read(own).splitlines():
-        number, _, path = line.split(":", 2)
-        if number != "0":
-            continue
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
-            limit = _read(folder / "memory.max").strip()
-            if limit.isdigit() and 0 < int(limit) < machine_bytes:
-                found.append(Reading(_used_by_cgroup(folder), int(limit)))
-            if folder == root:
-                break
-    return found
-
-
-def _used_by_cgroup(folder: Path) -> int:
-    """Without what the kernel takes back before it kills anybody: inactive pages of files, shared memory not among them."""
-    current = int(_read(folder / "memory.current").strip() or 0)
-    for line in _read(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == "inactive_file":
-            return max(0, current - int(value))
-    return current
+    return fullest(Reading(bound.used_bytes, bound.total_bytes) for bound in headroom.bounds())
 
 
 def stall_percent() -> float | None:
     """Share of the last 10 s in which some task waited for memory (Linux PSI); None where the kernel does not say."""
-    found = re.search(r"^some avg10=([\d.]+)", _read(_STALL), re.MULTILINE)
+    try:
+        text = _STALL.read_text()
+    except OSError:
+        return None
+    found = re.search(r"^some avg10=([\d.]+)", text, re.MULTILINE)
     return float(found[1]) if found else None
 
 
@@ -227,10 +195,3 @@ def _checked(name: str, sample: Callable[[], Any]) -> Reading:
 def fullest(readings: Iterable[Reading]) -> Reading:
     """The reading with the highest ratio."""
     return max(readings, key=lambda reading: reading.ratio)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -18,6 +18,7 @@ from barrel_inference.cli import (
     models,
     pressure,
     service,
+    top,
 )
 from barrel_inference.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, one_line
 from barrel_inference.errors import BarrelError
@@ -28,7 +29,7 @@ app = typer.Typer(
 )  # fmt: skip
 for command in (
     lifecycle.start, lifecycle.stop, lifecycle.reload, lifecycle.status, models.load, models.unload, generate.complete, generate.chat,
-    lifecycle.ps, lifecycle.restart, logs.logs, doctor.doctor,
+    lifecycle.ps, top.top, lifecycle.restart, logs.logs, doctor.doctor,
 ):  # fmt: skip
     app.command()(command)
 app.command("install-service")(service.install_service)

@@ -7,6 +7,8 @@ import psutil
 import pytest
 
 from barrel_inference.errors import InvalidArgument
+from barrel_inference.tiers import headroom
+from barrel_inference.tiers.headroom import Bound
 from barrel_inference.workers import pressure_sources as sources
 from barrel_inference.workers.pressure_sources import SourceFailed, open_source
 from barrel_inference.workers.watermarks import Reading
@@ -46,41 +48,24 @@ def test_system_reads_main_memory() -> None:
     assert 0 < reading.used_bytes <= reading.total_bytes <= psutil.virtual_memory().total
 
 
+def test_the_fullest_bound_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control group near its limit is under pressure, however much the machine has left."""
+    bounds = [Bound("machine", 10, 1000), Bound("/a/b", 95, 100), Bound("/a", 100, 500)]
+    monkeypatch.setattr(headroom, "bounds", lambda: bounds)
+    assert open_source("system").sample() == Reading(95, 100)
+
+
+def test_stall_is_a_share_or_unknown() -> None:
+    """The kernel's figure, where it has one."""
+    stalled = sources.stall_percent()
+    assert stalled is None or 0 <= stalled <= 100
+
+
 @pytest.mark.parametrize("name", ["", "magic", "module:", "module:a b", "nvidia"])
 def test_an_unknown_source_is_named(name: str) -> None:
     """A refusal has the value and what there is."""
     with pytest.raises(InvalidArgument, match=r"source = .* is none — use noop"):
         open_source(name)
-
-
-# --- cgroups ------------------------------------------------------------------------------------------------------------
-
-
-def cgroup(folder: Path, limit: str, current: int, inactive: int) -> None:
-    """The files of one cgroup."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{current}\n")
-    (folder / "memory.stat").write_text(f"anon 1\nshmem 2\ninactive_file {inactive}\nactive_file 3\n")
-
-
-def test_every_limit_above_counts(tmp_path: Path) -> None:
-    """The own cgroup and those above it are read; page cache that can go is not counted; no limit is no reading."""
-    cgroup(tmp_path / "outer", "1000", 950, 50)
-    cgroup(tmp_path / "outer" / "inner", "max", 500, 0)
-    cgroup(tmp_path / "outer" / "inner" / "own", "200", 100, 60)
-    (tmp_path / "self").write_text("4:memory:/elsewhere\n0::/outer/inner/own\n")
-    readings = sources.cgroup_readings(tmp_path, tmp_path / "self", machine_bytes=10_000)
-    assert readings == [Reading(40, 200), Reading(900, 1000)]
-    assert sources.fullest(readings) == Reading(900, 1000)
-
-
-def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
-    """What cannot be reached limits nothing; nor does a cgroup without files."""
-    cgroup(tmp_path / "own", "1000", 10, 0)
-    (tmp_path / "self").write_text("0::/own/below\n")
-    assert sources.cgroup_readings(tmp_path, tmp_path / "self", machine_bytes=1000) == []
-    assert sources.cgroup_readings(tmp_path, tmp_path / "absent", machine_bytes=10_000) == []
 
 
 # --- nvidia-smi ---------------------------------------------------------------------------------------------------------
