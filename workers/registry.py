@@ -261,6 +261,7 @@ class Pending:
     request_id: str
     target: str  # id of the process that has it
     tenant: str = ""
+    verb: str = ""
 
 
 class PendingTable:
@@ -297,13 +298,15 @@ class PendingTable:
         self._total += not self.holds(pending.client, pending.request_id)
         self._by_client.setdefault(pending.client, {})[pending.request_id] = pending
 
-    def remove(self, client: bytes, request_id: str) -> None:
-        """A call has its answer."""
-        own = self._by_client.get(client)
-        if own and own.pop(request_id, None) is not None:
+    def remove(self, client: bytes, request_id: str) -> Pending | None:
+        """A call has its answer; the value is the call, if it was there."""
+        own = self._by_client.get(client, {})
+        removed = own.pop(request_id, None)
+        if removed is not None:
             self._total -= 1
             if not own:
                 del self._by_client[client]
+        return removed
 
     def find(self, request_id: str, tenant: str) -> list[Pending]:
         """The calls of a tenant with this id, whichever of its clients made them."""

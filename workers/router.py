@@ -30,6 +30,9 @@ PEER_VERBS = frozenset({"model_row", "load_progress", "request_ended"}) | protoc
 
 TREE_DEADLINE_S = 2.0
 
+# Requests whose way through the processes can be followed by their id in the logs; the rest is over in a moment.
+LOGGED_VERBS = frozenset({"complete"})
+
 # How often the supervisor is asked about a model that is coming back.
 LEARN_S = 0.3
 
@@ -206,7 +209,9 @@ class Router:
                 raise self._absent(process_id) from None
             return
         if is_call:
-            self.pending.add(Pending(request.peer, request.id, process_id, request.tenant))
+            self.pending.add(Pending(request.peer, request.id, process_id, request.tenant, request.verb))
+            if request.verb in LOGGED_VERBS:
+                self.actor.log.info("request.forwarded", request=request.id, target=process_id)
 
     def _limits(self) -> Limits:
         """Asked each time: a reload of the configuration may have moved them."""
@@ -248,13 +253,21 @@ class Router:
         header = codec.decode_header(raw_header)
         if not self.pending.holds(client, header.request_id):
             return
+        answered = None
         if header.kind in (Kind.DONE, Kind.ERROR):
-            self.pending.remove(client, header.request_id)
+            answered = self.pending.remove(client, header.request_id)
         try:
             self.actor.server.send([client, b"", raw_header, body])
         except Unreachable:
             peer.cast(Gone(client=client))
             self._client_gone(client)
+            return
+        if answered is not None:
+            self._log_answered(answered, header.kind)
+
+    def _log_answered(self, pending: Pending, kind: Kind) -> None:
+        if pending.verb in LOGGED_VERBS:
+            self.actor.log.info("request.answered", request=pending.request_id, target=pending.target, kind=kind.value)
 
     def _client_gone(self, client: bytes) -> None:
         for target in {pending.target for pending in self.pending.take_client(client)}:
@@ -292,6 +305,7 @@ class Router:
         for pending in self.pending.take_target(down.id):
             is_suspect = computing is None or blackbox.names(computing, pending.request_id)
             self._answer_error(pending.client, pending.request_id, _died(down, model_id, is_suspect=is_suspect))
+            self._log_answered(pending, Kind.ERROR)
         if box is not None:
             box.close()
         self._share_threads()

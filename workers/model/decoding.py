@@ -24,6 +24,7 @@ class Decoder:
         self._recovery = recovery
         self._end = end
         self.prefilled_tokens = 0
+        self.generated_tokens = 0
         self.call_began_s = 0.0  # read by the I/O thread: inside a decode call since then; 0 = in none
         self._turn = 0
 
@@ -166,6 +167,7 @@ class Decoder:
             return
         job.generated.append(token)
         job.tokens.append(token)
+        self.generated_tokens += 1
         pieces = self._hear(job, token, number + 1, is_forced=is_forced)
         if pieces:
             self._effects.emit(job, pieces)

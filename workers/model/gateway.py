@@ -12,14 +12,15 @@ from typing import Any
 
 from barrel_inference import codec, protocol
 from barrel_inference.actor import Actor, Request
-from barrel_inference.errors import ContextOverflow, InternalError, InvalidArgument, Overloaded
-from barrel_inference.protocol import Complete, Completed, HitKind, Message, ModelRow, SaveReason
+from barrel_inference.errors import BarrelError, ContextOverflow, InternalError, InvalidArgument, Overloaded
+from barrel_inference.protocol import Complete, HitKind, Message, ModelRow, SaveReason
 from barrel_inference.transport import Unreachable
 from barrel_inference.workers.blackbox import Recorder, path_of
+from barrel_inference.workers.model import reporting
 from barrel_inference.workers.model.cache_client import CacheClient, SaveResult
 from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Engine
-from barrel_inference.workers.model.job import Job, Times
+from barrel_inference.workers.model.job import Job, Stage, Times
 from barrel_inference.workers.model.scheduler import Scheduler
 from barrel_inference.workers.model.stream import Stream
 from barrel_inference.workers.model.text import Markers, Piece, Scanner
@@ -101,6 +102,9 @@ class Gateway:
             prompt = await self._prompt(spec)
             job = self._job(spec, request, prompt, salt)
             self._check_queue(request)
+        except BarrelError as refused:
+            self.actor.log.info("request.refused", request=request.id, code=refused.code)
+            raise
         finally:  # here, not in the engine's thread: that may be dying of another request just now
             if request.id not in self.open:
                 self.recorder.rests(request.id)
@@ -121,7 +125,16 @@ class Gateway:
                 left_s, lambda: self.scheduler.post(lambda: self.scheduler.expire(request.id))
             )
         self.last_used_unix_s = time.time()
+        self.actor.log.info(
+            "request.admitted", request=job.id, mode=spec.mode, prompt_tokens=len(prompt), limit_tokens=job.limit_tokens,
+            attempt=job.attempt,
+        )  # fmt: skip
         self.scheduler.post(lambda: self.scheduler.submit(job))
+        self.on_changed()
+
+    def waiting(self) -> int:
+        """Requests that do not run yet, those included that the engine thread has not seen because a step takes long."""
+        return sum(entry.job.stage in (Stage.QUEUED, Stage.RESOLVING, Stage.PLACING) for entry in self.open.values())
 
     def _check_queue(self, request: Request) -> None:
         if len(self.open) >= self.max_queue and request.id not in self.open:
@@ -332,18 +345,18 @@ class Gateway:
         finish_key = next((r.key for r in results if r.reason is SaveReason.FINISH), None)
         created = sum(result.created_tokens for result in results)
         self._count(job)
-        error = job.error
+        body = reporting.completed(job, context, finish_key, created)
 
         def finish() -> None:
             self.open.pop(job.id, None)
-            entry.request.cast(self.row())  # by the way of the answer: who has that finds the row up to date
-            if error is not None:
-                entry.request.error(error)
+            stats = reporting.statistics(job, body, time.time())
+            self.actor.log.info("request.ended", request=job.id, **stats)
+            # By the way of the answer: who has that finds rows up to date.
+            entry.request.cast(self.row())
+            entry.request.cast(protocol.RequestEnded(model_id=self.cache.model_id, request_id=job.id, stats=stats))
+            if job.error is not None:
+                entry.request.error(job.error)
             else:
-                body = self._completed(job, context, finish_key, created)
-                entry.request.cast(
-                    protocol.RequestEnded(model_id=self.cache.model_id, request_id=job.id, stats=_stats(body))
-                )
                 entry.request.done(body)
 
         entry.stream.end(finish)
@@ -375,22 +388,6 @@ class Gateway:
         new, self._counted_prefilled = total - self._counted_prefilled, total
         return new
 
-    def _completed(self, job: Job, context: tuple[int, ...], finish_key: bytes | None, created: int) -> Completed:
-        times, hit = job.times, job.hit
-        stop = job.scanner.stopped_by
-        return Completed(
-            reply_bytes=bytes(job.scanner.reply), generated=list(job.generated),
-            context_tokens=list(context), committed_tokens=len(context), finish_reason=job.finish_reason or "cancelled",
-            stop_sequence=stop.decode(errors="replace") if stop is not None else None, finish_key=finish_key,
-            cache_hit_kind=hit.kind, cache_read=hit.read_tokens, cache_created=created, hit_source=hit.source,
-            retokenised=hit.retokenised, miss_reason=hit.miss_reason, divergence_byte=hit.divergence_byte,
-            prompt_tokens=job.prompt_tokens or len(job.prompt), completion_tokens=len(job.generated),
-            queue_ms=_ms(times.arrived_s, times.admitted_s or times.ended_s),
-            restore_ms=_ms(times.admitted_s, times.restored_s), prefill_ms=_ms(times.restored_s, times.prefilled_s),
-            generation_ms=_ms(times.first_token_s, times.ended_s), ttft_ms=_ms(times.arrived_s, times.first_token_s),
-            seed=job.seed, logprobs=list(job.logprobs) if job.spec.sampling.logprobs else None,
-        )  # fmt: skip
-
     async def saves(self) -> None:
         """Wait for the saves under way: what they hold must be with a writer or a tier before our memory goes."""
         if self._saving:
@@ -405,17 +402,3 @@ class Gateway:
         for entry in list(self.open.values()):  # the engine did not come to them in time
             entry.request.error(InternalError("the model process stopped before the request ended"))
         self.open.clear()
-
-
-def _ms(start_s: float, end_s: float) -> float:
-    return round(max(0.0, end_s - start_s) * 1000, 3) if start_s and end_s else 0.0
-
-
-def _stats(body: Completed) -> dict[str, Any]:
-    return {
-        "kind": body.cache_hit_kind.value, "source": body.hit_source, "read_tokens": body.cache_read,
-        "prompt_tokens": body.prompt_tokens, "completion_tokens": body.completion_tokens,
-        "miss_reason": body.miss_reason, "finish_reason": body.finish_reason, "queue_ms": body.queue_ms,
-        "restore_ms": body.restore_ms, "prefill_ms": body.prefill_ms, "generation_ms": body.generation_ms,
-        "ttft_ms": body.ttft_ms, "ended_unix_s": time.time(),
-    }  # fmt: skip

@@ -29,6 +29,7 @@ from barrel_inference.workers.model.cores import usable_cores
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.gateway import Gateway
 from barrel_inference.workers.model.load import load_engine
+from barrel_inference.workers.model.reporting import Rate
 from barrel_inference.workers.model.scheduler import Scheduler
 from barrel_inference.workers.model.state import Limits
 from barrel_inference.workers.model.text import Markers
@@ -39,6 +40,9 @@ T = TypeVar("T")
 SWITCH_INTERVAL_S = 0.0005
 
 WATCH_S = 0.25
+
+# While it computes, its row goes to observers this often, for its rate alone.
+ROW_S = 1.0
 
 
 class ModelProcess:
@@ -59,6 +63,8 @@ class ModelProcess:
         self.staging: Arena | None = None
         self.threads = 0
         self._row_due = False
+        self._row_sent_s = 0.0
+        self._rate = Rate()
 
     # --- start
 
@@ -263,18 +269,20 @@ class ModelProcess:
 
     def _send_row(self) -> None:
         self._row_due = False
+        self._row_sent_s = time.monotonic()
         self.actor.cast("router", self._row())
 
     def _row(self) -> ModelRow:
         info, scheduler = self.engine.info, self.scheduler
         return ModelRow(
             model_id=self.model_id, incarnation=self.actor.incarnation, backend=self.options.backend,
-            phase=scheduler.phase() if self.loaded_unix_s else Phase.LOADING, pending_len=len(scheduler.waiting),
+            phase=scheduler.phase() if self.loaded_unix_s else Phase.LOADING, pending_len=self.gateway.waiting(),
             running=len(scheduler.running), last_cache_hit=self.gateway.last_hit, context_size=info.n_ctx,
             quant_type=info.quant_type, quant_bits=info.quant_bits, fingerprint=self.cache.fingerprint,
             tier=self.options.tier, n_seq_max=info.n_seq_max, available_seqs=scheduler.table.available(),
             pinned_idle_seqs=scheduler.table.pinned_idle(), memory_bytes=info.memory_bytes,
             loaded_at=self.loaded_unix_s, last_used_unix_s=self.gateway.last_used_unix_s, threads=self.threads,
+            tokens_per_s=self._rate.per_s(scheduler.generated_tokens, time.monotonic()) if scheduler.running else 0.0,
         )  # fmt: skip
 
     def _call_age(self) -> tuple[int, int]:
@@ -285,6 +293,16 @@ class ModelProcess:
         age_ms, budget_ms = self._call_age()
         if budget_ms and age_ms > budget_ms:
             self.engine.interrupt()
+        self._note_rate()
+
+    def _note_rate(self) -> None:
+        """Observers see how fast it generates now, a stall included, and 0 once it rests."""
+        if self.scheduler.phase() is Phase.GENERATING:
+            self._rate.note(self.scheduler.generated_tokens, time.monotonic())
+        else:
+            self._rate.rest()
+        if self.scheduler.running and time.monotonic() - self._row_sent_s > ROW_S:
+            self._changed()
 
     # --- stop
 

@@ -70,6 +70,11 @@ class Scheduler:
         return self._decoder.prefilled_tokens
 
     @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._decoder.generated_tokens
+
+    @property
     def call_began_s(self) -> float:
         """Since when the thread is inside a decode call; 0 = it is in none."""
         return self._decoder.call_began_s
@@ -336,7 +341,7 @@ class Scheduler:
 
     def phase(self) -> Phase:
         """What the model is doing: generating wins over prefilling."""
-        stages = {job.stage for job in self.state.running.values()}
+        stages = {job.stage for job in list(self.state.running.values())}  # a copy: the I/O thread asks too
         if Stage.GENERATING in stages:
             return Phase.GENERATING
         return Phase.PREFILLING if stages else Phase.IDLE
