@@ -55,8 +55,8 @@ EXIT_OK = 0
 EXIT_BUG = 70  # sysexits(3) EX_SOFTWARE: an unexpected exception; the supervisor starts us again
 EXIT_CANNOT_START = 78  # sysexits(3) EX_CONFIG: starting again will not help
 
-# Who is there and who is not comes from the supervisor's own connection, from nobody else.
-_SUPERVISORS_VERBS = frozenset({protocol.VERB_OF[Up], protocol.VERB_OF[Down]})
+# Who is there, who is not, and what the settings are comes by the supervisor's own connection, from nobody else.
+_SUPERVISORS_VERBS = frozenset(protocol.VERB_OF[body] for body in (Up, Down, Reconfigured))
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

@@ -38,8 +38,12 @@ OnMessage = Callable[[Message, Sender | None, int | None], None]
 class Control:
     """Bound at `<runtime dir>/supervisor`. Only processes of this user can reach it: the directory is private."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", path: Path, log: Any, on_message: OnMessage) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", path: Path, log: Any, on_message: OnMessage,
+        is_current: Callable[[str, int], bool],
+    ) -> None:  # fmt: skip
         self._log = log
+        self._is_current = is_current
         self._on_message = on_message
         self._children: dict[str, bytes] = {}
         self._senders: dict[bytes, Sender] = {}
@@ -96,6 +100,9 @@ class Control:
                 self.answer(call, codec.error_body(bad))
             return
         if isinstance(message, Hello):
+            if not self._is_current(message.id, message.incarnation):
+                self._log.warning("message.rejected", reason=f"hello from {message.id!r}, which is no child of ours")
+                return
             self._children[message.id] = peer
             self._senders[peer] = Sender(message.id, message.incarnation)
         self._on_message(message, self._senders.get(peer), call)

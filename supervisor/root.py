@@ -107,7 +107,9 @@ class Supervisor:
         self._loop.set_exception_handler(self._crashed)
         self._finished: asyncio.Future[steps.Finished] = self._loop.create_future()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control = Control(context, self._dir / "supervisor", self.log, self._on_message)
+        self._control = Control(
+            context, self._dir / "supervisor", self.log, self._on_message, lambda *child: self._tree.is_current(*child)
+        )
         # Larger than any earlier supervisor's: a client tells a new router from an old one by its incarnation.
         first_incarnation = int(time.time() * 1000)
         self._tree = Tree(_limits(self._settings), first_incarnation=first_incarnation, now_s=time.monotonic())

@@ -160,6 +160,10 @@ class Tree:
         child = self._current(child_id, incarnation)
         return tuple(child.start_calls) if child else ()
 
+    def is_current(self, child_id: str, incarnation: int) -> bool:
+        """Is this the incarnation that lives?"""
+        return self._current(child_id, incarnation) is not None
+
     def is_starting(self, child_id: str, incarnation: int) -> bool:
         """Whether this incarnation lives and has not said anything final yet."""
         child = self._current(child_id, incarnation)
