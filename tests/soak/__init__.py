@@ -1,0 +1,1 @@
+"""Long runs: programs, not collected by pytest."""
