@@ -7,15 +7,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from barrel_inference.cli import context, output
+from barrel_inference.cli import context, crashes, output
 from barrel_inference.cli.lifecycle import AsJson
-from barrel_inference.cli.logs import Tail, log_dir, shown
+from barrel_inference.cli.logs import Tail, log_dir
 from barrel_inference.errors import BarrelError, NoRuntime
 from barrel_inference.workers.model.cores import usable_cores
 
@@ -49,12 +49,13 @@ def doctor(as_json: AsJson = False) -> None:
     reports = _crash_reports()
     if as_json:
         rows = [{"name": item.name, "state": item.state, "text": item.text} for item in findings]
-        output.document({"findings": rows, "crash_reports": reports})
+        deaths = [{**asdict(report), "advice": crashes.advice(report)} for report in reports]
+        output.document({"findings": rows, "crash_reports": deaths})
     else:
         output.table(["what", "state", "found"], [[i.name, output.state(i.state), i.text] for i in findings], empty="")
         print("\nlast crash reports:" if reports else "\nno crash report")
         for report in reports:
-            print(report)
+            print(crashes.told(report))
     if any(item.state == "failed" for item in findings):
         raise typer.Exit(1)
 
@@ -141,16 +142,11 @@ def _process(child: dict[str, Any]) -> Finding:
     return Finding(child["id"], "ok" if is_well else "warning", f"{child['state']}{restarts}")
 
 
-def _crash_reports() -> list[str]:
-    """The last deaths that nobody asked for, from the supervisor's log."""
+def _crash_reports() -> list[crashes.Death]:
+    """The last deaths that nobody asked for."""
     try:
         directory = log_dir(None)
     except BarrelError:
         return []
-    deaths = [
-        line
-        for line in Tail(directory / "supervisor.log").read()
-        if line.fields and line.fields["event"] == "child.exited"
-        if line.fields.get("outcome") != "stopped" and line.fields.get("reason") != "exit status 0"
-    ]
-    return [shown(line, colour=False) for line in deaths[-_KEPT_REPORTS:]]
+    others = (line for path in directory.glob("*.log") if path.stem != "supervisor" for line in Tail(path).read())
+    return crashes.found(Tail(directory / "supervisor.log").read(), others)[-_KEPT_REPORTS:]
