@@ -93,12 +93,27 @@ class AsyncClient:
 
     async def load_model(
         self, model_path: str | os.PathLike[str], model_id: str | None = None, *,
-        on_progress: Callable[[float], object] | None = None, **options: Unpack[LoadOptions],
+        on_progress: Callable[[float], object] | None = None, force: bool = False, **options: Unpack[LoadOptions],
     ) -> str:  # fmt: skip
-        """Load a model; returns its id when it is ready. `on_progress` gets fractions from 0 to 1."""
-        name = f"barrel_inference_model_{secrets.randbelow(10**9)}" if model_id is None else model_id
-        message = convert({"model_id": name, "options": load_options(model_path, options)}, protocol.LoadModel)
+        """Load a model; returns its id when it is ready.
+
+        Args:
+            model_path: of a GGUF file; also a name from `[models]`, or `pkg:DISTRIBUTION`.
+            model_id: default: the name from `[models]`, else one is made up.
+            on_progress: gets fractions from 0 to 1.
+            force: try although the estimate says that it does not fit in memory.
+        """
+        message = _load_message(model_path, model_id, options, force=force)
         return await self.load_as_given(message, on_progress=on_progress)
+
+    async def estimate(self, model_path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> dict[str, int]:
+        """Bytes that a load would take (`weights`, `kv`, `compute`), those it `needed` to find, and those `available`."""
+        return await self.estimate_as_given(_load_message(model_path, None, options, force=False))
+
+    async def estimate_as_given(self, message: protocol.LoadModel) -> dict[str, int]:
+        """An estimate for options that are not looked at here."""
+        asked = msgspec.structs.replace(message, dry_run=True)
+        return (await self._link.call("router", asked, protocol.Loaded)).estimate
 
     async def load_as_given(
         self, message: protocol.LoadModel, *, on_progress: Callable[[float], object] | None = None
@@ -349,10 +364,24 @@ def load_options(model_path: str | os.PathLike[str], options: Mapping[str, Any])
         raise InvalidArgument(
             f"model_path = {path!r} is not UTF-8", hint="load it through a link with another name", option="model_path"
         )
-    given["model_path"] = path if given.get("backend") == "stub" else absolute(path)
+    given["model_path"] = path if given.get("backend") == "stub" or may_be_name(path) else absolute(path)
     if "adapters" in given:
         given["adapters"] = _adapters(given["adapters"])
     return given
+
+
+def _load_message(
+    model_path: str | os.PathLike[str], model_id: str | None, options: Mapping[str, Any], *, force: bool
+) -> protocol.LoadModel:
+    given = load_options(model_path, options)
+    if model_id is None and (given.get("backend") == "stub" or not may_be_name(given["model_path"])):
+        model_id = f"barrel_inference_model_{secrets.randbelow(10**9)}"
+    return convert({"model_id": model_id, "options": given, "force": force}, protocol.LoadModel)
+
+
+def may_be_name(path: str) -> bool:
+    """Could it be the name of a `[models]` table? A file that is there wins."""
+    return not path.startswith("pkg:") and "/" not in path and not path.endswith(".gguf") and not os.path.exists(path)
 
 
 def absolute(path: str) -> str:

@@ -125,12 +125,28 @@ class Client:
 
     def load_model(
         self, model_path: str | os.PathLike[str], model_id: str | None = None, *,
-        on_progress: Callable[[float], object] | None = None, **options: Unpack[LoadOptions],
+        on_progress: Callable[[float], object] | None = None, force: bool = False, **options: Unpack[LoadOptions],
     ) -> str:  # fmt: skip
-        """Load a model; returns its id when it is ready. `on_progress` gets fractions from 0 to 1."""
+        """Load a model; returns its id when it is ready.
+
+        Args:
+            model_path: of a GGUF file; also a name from `[models]`, or `pkg:DISTRIBUTION`.
+            model_id: default: the name from `[models]`, else one is made up.
+            on_progress: gets fractions from 0 to 1.
+            force: try although the estimate says that it does not fit in memory.
+        """
         return self._telling(
-            on_progress, lambda tell: self._aio.load_model(model_path, model_id, on_progress=tell, **options)
+            on_progress,
+            lambda tell: self._aio.load_model(model_path, model_id, on_progress=tell, force=force, **options),
         )
+
+    def estimate(self, model_path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> dict[str, int]:
+        """Bytes that a load would take (`weights`, `kv`, `compute`), those it `needed` to find, and those `available`."""
+        return self._thread.run(self._aio.estimate(model_path, **options))
+
+    def estimate_as_given(self, message: LoadModel) -> dict[str, int]:
+        """An estimate for options that are not looked at here."""
+        return self._thread.run(self._aio.estimate_as_given(message))
 
     def load_as_given(self, message: LoadModel, *, on_progress: Callable[[float], object] | None = None) -> str:
         """Load with options that are not looked at here: the router knows the names of `[models]`."""

@@ -315,7 +315,7 @@ class LoadModel(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """Model → router, cast, and from there to the caller as the event `load_progress`."""
+    """Model → supervisor, cast, and from there by way of the router to the caller as the event `load_progress`."""
 
     fraction: float
     stage: str = "loading"

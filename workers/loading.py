@@ -4,6 +4,7 @@ The supervisor alone starts processes; this turns a client's options into a chil
 registry's rows.
 """
 
+import asyncio
 import contextlib
 import os
 import re
@@ -19,6 +20,7 @@ from barrel_inference.protocol import ChildSpec, Loaded, LoadModel, LoadProgress
 from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
 from barrel_inference.transport import Unreachable, ipc_endpoint
 from barrel_inference.workers.model import model_path, options
+from barrel_inference.workers.model.memory_room import room_for
 from barrel_inference.workers.model.options import LoadOptions
 from barrel_inference.workers.registry import Registry, target_of
 
@@ -60,10 +62,10 @@ class Loader:
         """Start a model process; returns when it serves."""
         name, given, parsed = self._checked(message)
         if message.dry_run:
-            return Loaded(model_id=name, estimate=_file_sizes(parsed))
+            return Loaded(model_id=name, estimate=await asyncio.to_thread(_estimate, parsed))
         self._loads[name] = _Load(request)
         try:
-            await self._start(name, given, parsed)
+            await self._start(name, self._spec(name, given, force=message.force), parsed)
         finally:
             self._loads.pop(name, None)
         return Loaded(model_id=name)
@@ -129,16 +131,18 @@ class Loader:
         if self.registry.is_taken(model_id):
             raise AlreadyLoaded(f"model {model_id!r} is loaded already", hint="unload it first, or choose another id")
 
-    async def _start(self, name: str, given: dict[str, Any], parsed: LoadOptions) -> None:
+    async def _start(self, name: str, spec: ChildSpec, parsed: LoadOptions) -> None:
         has_failed = self.registry.is_known(name)
         self.registry.load_began(
             name, backend=parsed.backend, context_size=parsed.context.n_ctx, tier=parsed.tier.value
         )
         try:
+            if parsed.backend != "stub":  # what is no model file is refused before a process is started for it
+                await asyncio.to_thread(model_path.files_of, model_path.resolve(parsed.model_path))
             if has_failed:  # its specification makes room for the new one
                 await self._stop_child(name)
             await self.actor.supervisor.call(
-                protocol.StartChild(spec=self._spec(name, given)), Ok,
+                protocol.StartChild(spec=spec), Ok,
                 on_event=lambda _kind, body: self._progress(name, codec.decode(body, LoadProgress)),
             )  # fmt: skip
         except BarrelError:
@@ -147,9 +151,10 @@ class Loader:
             raise
         self.registry.load_ended(name)
 
-    def _spec(self, name: str, given: dict[str, Any]) -> ChildSpec:
+    def _spec(self, name: str, given: dict[str, Any], *, force: bool) -> ChildSpec:
         return ChildSpec(
-            id=target_of(name), module=MODEL_MODULE, boot={"model_id": name, "options": given}, restart="transient",
+            id=target_of(name), module=MODEL_MODULE, boot={"model_id": name, "options": given, "force": force},
+            restart="transient",
             shutdown_ms=self.settings["cache"]["evict_save_timeout_ms"] + SHUTDOWN_MARGIN_MS,
             ready_ms=0,  # a large model on a slow disk takes as long as it takes; whoever waits can cancel
             group="model", environment=MODEL_ENVIRONMENT,
@@ -202,9 +207,7 @@ def outside_roots(paths: list[str], roots: list[str]) -> list[str]:
     ]
 
 
-def _file_sizes(parsed: LoadOptions) -> dict[str, int]:
-    """Bytes of the weights on disk, the part of the estimate that needs no llama.cpp."""
-    if parsed.backend == "stub":
-        return {}
-    files = model_path.files_of(model_path.resolve(parsed.model_path))
-    return {"weights": sum(file.stat().st_size for file in files)}
+def _estimate(parsed: LoadOptions) -> dict[str, int]:
+    """Bytes by the names of `ModelInfo.memory_bytes`, and what is needed and left."""
+    room = room_for(parsed)
+    return {**room.estimate.as_dict(), "needed": room.needed, "available": room.available}

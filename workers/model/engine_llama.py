@@ -1,14 +1,13 @@
 """The llama.cpp engine: one model, one context. Only this file and its `llama_*` neighbours import llama_cpp.
 
-Its parts: llama_load (options to model and context), llama_vocab (text and tokens), llama_batch (rows), llama_state (what
-sequences hold, export and import), llama_sampler (choosing a token), llama_check (may state be cached), llama_log.
+Its parts: llama_open (loading), llama_load (options to model and context), llama_vocab (text and tokens), llama_batch (rows),
+llama_state (what sequences hold, export and import), llama_sampler (choosing a token), llama_check (may state be cached), llama_log.
 """
 
 import ctypes
-import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import llama_cpp.llama_cpp as L
@@ -19,16 +18,12 @@ from barrel_inference.errors import BadModel, ContextOverflow, InvalidArgument, 
 from barrel_inference.protocol import Sampling
 from barrel_inference.workers.model import fingerprint, llama_load, residency
 from barrel_inference.workers.model.engine import EngineInfo, NoCells, Row, StepFailed, StepInterrupted
-from barrel_inference.workers.model.grammar_limits import MAX_GRAMMAR_BYTES
 from barrel_inference.workers.model.llama_batch import LlamaBatch, Run
-from barrel_inference.workers.model.llama_check import feed, keeps_its_state
-from barrel_inference.workers.model.llama_log import LogLines, buffer_bytes
+from barrel_inference.workers.model.llama_log import LogLines
 from barrel_inference.workers.model.llama_sampler import Candidates, Grammars, LlamaSampler
 from barrel_inference.workers.model.llama_state import LlamaState
 from barrel_inference.workers.model.llama_vocab import LlamaVocab
-from barrel_inference.workers.model.model_path import files_of, resolve
 from barrel_inference.workers.model.options import LoadOptions
-from barrel_inference.workers.model.quant import quant_of
 
 # Asked by llama.cpp after every graph node: libc's strlen on a flag byte. It needs no GIL; a Python function would wait for
 # it hundreds of times a token.
@@ -38,12 +33,9 @@ _GO_ON, _STOP = b"", b"x"
 _REFUSED = -1  # llama_decode: the batch makes no sense, nothing was computed
 _NO_CELLS, _ABORTED = 1, 2
 
-# Tokens decoded once at load: a file that loads can still kill the process in its first decode, or refuse it.
-_FIRST_TOKENS = 4
-
 
 class LlamaEngine:
-    """See `Engine`. Built by `load`."""
+    """See `Engine`. Built by `llama_open.load`."""
 
     def __init__(
         self, model: object, context: object | None, options: LoadOptions, files: Sequence[Path], info: EngineInfo,
@@ -144,7 +136,8 @@ class LlamaEngine:
     def set_threads(self, count: int) -> None:
         """See `Engine`; a deterministic context keeps the number it was loaded with."""
         if self._context and not self._options.context.deterministic:
-            L.llama_set_n_threads(self._context, count, count)
+            single, batch = llama_load.threads_of(self._options.context)
+            L.llama_set_n_threads(self._context, min(single, count), min(batch, count))
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """See `Engine`; of length 1, pooled as the model says, by the mean if it says nothing."""
@@ -255,95 +248,3 @@ class LlamaEngine:
 
 def _vocab_only() -> NotSupported:
     return NotSupported("this model was loaded with model_opts.vocab_only: it tokenizes and nothing else")
-
-
-def load(
-    options: LoadOptions, *, state_dir: Path, on_progress: Callable[[float], None],
-    log_line: Callable[[str], None] | None = None, grammar_bytes: int = MAX_GRAMMAR_BYTES,
-) -> LlamaEngine:  # fmt: skip
-    """A llama.cpp engine that has decoded once.
-
-    Args:
-        state_dir: where fingerprints are remembered.
-        on_progress: called with fractions from 0 to 1; reading the files for the fingerprint is the first half.
-        log_line: takes llama.cpp's log lines, for the log at debug level.
-
-    Raises:
-        BadModel: the file is not there, no model, not the one that was meant, or too large; the text says which.
-        NotSupported: a kind of model that cannot be served.
-    """
-    assert options.llama is not None
-    L.llama_backend_init()
-    log = LogLines(log_line)
-    files = files_of(resolve(options.model_path))
-    digest = fingerprint.fingerprint_of(
-        files, options.fingerprint_mode, options.fingerprint, state_dir, lambda done: on_progress(done / 2)
-    )
-    model = llama_load.load_model(files[0], options.llama, log, lambda done: on_progress(0.5 + done / 2))
-    if not options.llama.prefetch:
-        residency.advise_random(residency.weights_of(files))
-    embeddings_only = llama_load.is_embedding_model(model)
-    context = None
-    if not options.vocab_only and not embeddings_only:
-        context = llama_load.make_context(model, options.context, log)
-    info = _info(model, context, options, log, digest)
-    info = dataclasses.replace(info, embeddings_only=embeddings_only)
-    engine = LlamaEngine(model, context, options, files, info, log, grammar_bytes)
-    if context:
-        _first_decode(engine, context, options, log)
-    on_progress(1.0)
-    return engine
-
-
-def _first_decode(engine: LlamaEngine, context: object, options: LoadOptions, log: LogLines) -> None:
-    """Compute something, and learn from its state what only a state tells."""
-    try:
-        feed(engine, [token % engine.info.n_vocab for token in range(1, _FIRST_TOKENS + 1)], 0)
-        engine.state.measure(0)
-        head = engine.state.head_of_one_cell(0)
-        engine.clear(0)
-        made_hash = llama_load.params_hash(
-            context, options.context, head, log
-        )  # before the check clears the log's lines
-        cacheable = keeps_its_state(engine)
-    except (StepFailed, NoCells, StepInterrupted) as failed:
-        raise BadModel(
-            f"the model loads, but cannot compute: {failed or type(failed).__name__}; {log.reason()}"
-        ) from failed
-    engine.info = dataclasses.replace(
-        engine.info, cacheable=cacheable, ctx_params_hash=options.ctx_params_hash or made_hash
-    )
-
-
-def _info(model: object, context: object | None, options: LoadOptions, log: LogLines, digest: bytes) -> EngineInfo:
-    vocab = LlamaVocab(model)
-    opts = options.context
-    kind = llama_load.kind_of(model, opts)
-    quant_type, quant_bits = quant_of(llama_load.file_type(model))
-    template = L.llama_model_chat_template(model, None)
-    return EngineInfo(
-        n_ctx=opts.n_ctx,
-        n_cells=int(L.llama_n_ctx(context)) if context else 0,
-        n_batch=int(L.llama_n_batch(context)) if context else opts.n_batch,
-        n_seq_max=opts.n_seq_max,
-        n_vocab=vocab.n_vocab,
-        n_threads=llama_load.threads_of(opts)[0],
-        window_tokens=kind.window_tokens,
-        has_cells=kind.has_cells,
-        needs_snapshot=kind.needs_snapshot,
-        cacheable=False,
-        fingerprint=digest,
-        quant_type=options.quant_type or quant_type,
-        quant_bits=options.quant_bits or quant_bits,
-        ctx_params_hash=options.ctx_params_hash or bytes(32),
-        memory_bytes={
-            "weights": int(L.llama_model_size(model)),
-            "kv": buffer_bytes(log.lines, "KV", "RS"),
-            "compute": buffer_bytes(log.lines, "compute", "output"),
-        },
-        chat_template=template.decode("utf-8", "replace") if template else None,
-        bos_text=vocab.bos_text(),
-        eos_text=vocab.eos_text(),
-        vocab_only=options.vocab_only,
-        longest_piece_bytes=vocab.longest_piece_bytes(),
-    )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from barrel_inference.errors import NotSupported
 from barrel_inference.protocol import Sampling
+from barrel_inference.workers.model.cores import usable_cores
 from barrel_inference.workers.model.engine import EngineInfo, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.options import STUB_THINKING, LoadOptions, StubModelOpts
 
@@ -344,7 +345,7 @@ def _info(options: LoadOptions) -> EngineInfo:
         n_batch=context.n_batch,
         n_seq_max=context.n_seq_max,
         n_vocab=N_VOCAB,
-        n_threads=1,
+        n_threads=context.n_threads or usable_cores(),
         window_tokens=0,
         has_cells=True,
         needs_snapshot=False,

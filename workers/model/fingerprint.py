@@ -12,20 +12,17 @@ import contextlib
 import hashlib
 import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from barrel_inference.errors import BadModel
+from barrel_inference.workers.model.gguf_header import read_header
 
 _CHUNK_BYTES = 4 << 20
-# GGUF metadata value types and their sizes; 8 is a string, 9 an array.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
-_DEFAULT_ALIGNMENT = 32
-_MAX_ITEMS = 1 << 24  # more keys, tensors or array items than any model has: the file is damaged
-_MAX_DEPTH = 8  # of arrays within arrays
+_NICEST = 19
 
 
 def fingerprint_of(
@@ -52,6 +49,47 @@ def fingerprint_of(
             hint="the file is not the one that was meant; correct the fingerprint, or leave it out",
         )
     return found
+
+
+class Hashing:
+    """A fingerprint in the making, on a thread of its own: the weights are loaded meanwhile.
+
+    At the lowest priority, so that a model that answers beside it keeps its cores.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], mode: str, supplied: bytes | None, state_dir: Path,
+        on_progress: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        self._found: Future[bytes] = Future()
+        self._abandoned = False
+
+        def tell(fraction: float) -> None:
+            if self._abandoned:
+                raise _Abandoned
+            on_progress(fraction)
+
+        def work() -> None:
+            with contextlib.suppress(OSError):  # a sandbox may forbid it; then it is only less polite
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICEST)
+            try:
+                self._found.set_result(fingerprint_of(files, mode, supplied, state_dir, tell))
+            except BaseException as failed:  # whoever waits for the result gets it
+                self._found.set_exception(failed)
+
+        threading.Thread(target=work, name="hashing", daemon=True).start()
+
+    def result(self) -> bytes:
+        """Wait for it; raises as `fingerprint_of`."""
+        return self._found.result()
+
+    def abandon(self) -> None:
+        """Nobody needs it any more: the load has failed."""
+        self._abandoned = True
+
+
+class _Abandoned(Exception):
+    """The load that wanted this fingerprint has failed."""
 
 
 def file_digest(path: Path) -> bytes:
@@ -123,72 +161,11 @@ def _remember(note: Path, digest: bytes) -> None:
 
 
 def _chunk_digest(path: Path) -> bytes:
-    size = path.stat().st_size
+    header = read_header(path)
+    left = min(header.first_tensor_end, header.size_bytes)
     with path.open("rb") as file:
-        end = min(_end_of_first_tensor(file, size), size)
-        file.seek(0)
-        digest = hashlib.sha256(struct.pack("<Q", size))
-        while end and (chunk := file.read(min(end, _CHUNK_BYTES))):
+        digest = hashlib.sha256(struct.pack("<Q", header.size_bytes))
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
             digest.update(chunk)
-            end -= len(chunk)
+            left -= len(chunk)
         return digest.digest()
-
-
-def _end_of_first_tensor(file: BinaryIO, size: int) -> int:
-    """Where the first tensor's data end: header, metadata and tensor list lie before it."""
-    _, version, n_tensors, n_keys = struct.unpack("<IIQQ", _take(file, 24))
-    if version not in (2, 3) or n_tensors > _MAX_ITEMS or n_keys > _MAX_ITEMS:
-        raise ValueError(f"GGUF version {version} with {n_tensors} tensors and {n_keys} keys is not supported")
-    alignment = _DEFAULT_ALIGNMENT
-    for _ in range(n_keys):
-        key = _string(file)
-        kind = _u32(file)
-        if key == b"general.alignment" and kind == 4:
-            alignment = _u32(file)
-        else:
-            _skip(file, kind)
-    offsets = sorted(_tensor_offset(file) for _ in range(n_tensors))
-    start = -(-file.tell() // max(alignment, 1)) * max(alignment, 1)
-    return start + offsets[1] if len(offsets) > 1 else size
-
-
-def _tensor_offset(file: BinaryIO) -> int:
-    _string(file)
-    _take(file, 8 * _u32(file) + 4)  # dimensions and type
-    return int(struct.unpack("<Q", _take(file, 8))[0])
-
-
-def _skip(file: BinaryIO, kind: int, depth: int = 0) -> None:
-    if kind == _STRING:
-        _string(file)
-    elif kind == _ARRAY and depth < _MAX_DEPTH:
-        item, count = struct.unpack("<IQ", _take(file, 12))
-        if count > _MAX_ITEMS:
-            raise ValueError(f"an array of {count} items")
-        if item in _SIZES:
-            file.seek(_SIZES[item] * count, os.SEEK_CUR)
-        else:
-            for _ in range(count):
-                _skip(file, item, depth + 1)
-    elif kind in _SIZES:
-        _take(file, _SIZES[kind])
-    else:
-        raise ValueError(f"a value of unknown type {kind}")
-
-
-def _string(file: BinaryIO) -> bytes:
-    (length,) = struct.unpack("<Q", _take(file, 8))
-    return _take(file, length)
-
-
-def _u32(file: BinaryIO) -> int:
-    return int(struct.unpack("<I", _take(file, 4))[0])
-
-
-def _take(file: BinaryIO, count: int) -> bytes:
-    if count > 1 << 28:
-        raise ValueError(f"a text of {count} bytes")
-    data = file.read(count)
-    if len(data) != count:
-        raise EOFError("the file ends in its metadata")
-    return data

@@ -12,7 +12,14 @@ from typing import Any
 
 from barrel_inference import codec, protocol
 from barrel_inference.actor import Actor, Request
-from barrel_inference.errors import BarrelError, ContextOverflow, InternalError, InvalidArgument, Overloaded
+from barrel_inference.errors import (
+    BarrelError,
+    ContextOverflow,
+    InternalError,
+    InvalidArgument,
+    NotSupported,
+    Overloaded,
+)
 from barrel_inference.protocol import Complete, HitKind, Message, ModelRow, SaveReason
 from barrel_inference.transport import Unreachable
 from barrel_inference.workers.blackbox import Recorder, path_of
@@ -30,7 +37,7 @@ PROGRESS_S = 0.5
 # A done event waits this long at most for the index to accept the request's saves; then `finish_key` is None.
 ACCEPT_DEADLINE_S = 2.0
 
-# No tokenizer makes fewer tokens than this of a text: what is longer than n_ctx times that cannot fit.
+# Where the vocabulary does not tell how long its longest piece is: what is longer than n_ctx times this is refused untokenised.
 MAX_BYTES_PER_TOKEN = 512
 
 _HIT_COUNTERS = {
@@ -75,6 +82,7 @@ class Gateway:
         self.render_chat = render_chat
         self.row = row
         self.on_changed = on_changed
+        self.on_first_end: Callable[[], object] | None = None  # called when the first request has ended
         self.open: dict[str, _Open] = {}
         self.last_hit: dict[str, Any] | None = None
         self.last_used_unix_s = 0.0
@@ -154,6 +162,8 @@ class Gateway:
             raise InvalidArgument(f"mode is {spec.mode!r}", hint="use complete, continue or prefill")
         if spec.on_full not in ("block", "error"):
             raise InvalidArgument(f"on_full is {spec.on_full!r}", hint='use "block" or "error"')
+        if (reason := self._why_it_cannot_compute()) is not None:
+            raise NotSupported(f"model {self.cache.model_id!r} {reason}")
         prompt = spec.prompt
         if spec.messages is not None:
             text = await asyncio.to_thread(self.render_chat, spec)
@@ -169,6 +179,11 @@ class Gateway:
             self.check_prompt(tokens)
         return tokens
 
+    def _why_it_cannot_compute(self) -> str | None:
+        if self.engine.info.vocab_only:
+            return "was loaded with model_opts.vocab_only: it tokenizes and nothing else"
+        return "makes embeddings and cannot generate" if self.engine.info.embeddings_only else None
+
     def check_prompt(self, tokens: list[int]) -> None:
         """Refuse what no model can read: nothing, or ids outside the vocabulary."""
         if not tokens:
@@ -183,7 +198,7 @@ class Gateway:
         n_ctx = self.engine.info.n_ctx
         if len(text) > protocol.MAX_TEXT_BYTES:
             raise InvalidArgument(f"a text of {len(text)} bytes, the limit is {protocol.MAX_TEXT_BYTES}")
-        if len(text) > n_ctx * MAX_BYTES_PER_TOKEN:
+        if len(text) > n_ctx * (self.engine.info.longest_piece_bytes or MAX_BYTES_PER_TOKEN):
             raise ContextOverflow(
                 f"a text of {len(text)} bytes cannot fit in n_ctx = {n_ctx} tokens",
                 hint="shorten it, or load the model with a larger context_opts.n_ctx",
@@ -360,6 +375,9 @@ class Gateway:
                 entry.request.done(body)
 
         entry.stream.end(finish)
+        if self.on_first_end is not None and job.error is None:
+            self.on_first_end()
+            self.on_first_end = None
 
     async def _accepted(self, entry: _Open) -> list[SaveResult]:
         if not entry.saves:

@@ -13,12 +13,7 @@ from barrel_inference.errors import BadModel, NotSupported
 from barrel_inference.workers.model.cores import usable_cores
 from barrel_inference.workers.model.llama_log import LogLines, rotations
 from barrel_inference.workers.model.llama_state import MemoryKind
-from barrel_inference.workers.model.options import ContextOpts, LlamaModelOpts
-
-HELPER_SEQUENCES = 2  # the spare that cells go out and in through, and one that is always empty
-# Rows of one micro-batch that may want logits; llama.cpp sizes its output graph by it, by default for every row, which for
-# a vocabulary of 262,144 tokens and 512 rows is half a gigabyte. More is an assert that ends the process.
-_MIN_OUTPUTS = 16
+from barrel_inference.workers.model.options import HELPER_SEQUENCES, MIN_OUTPUTS, ContextOpts, LlamaModelOpts
 
 _SPLIT_MODES = {"none": L.LLAMA_SPLIT_MODE_NONE, "layer": L.LLAMA_SPLIT_MODE_LAYER, "row": L.LLAMA_SPLIT_MODE_ROW}
 _LOAD_MODES = {  # (use_mmap, use_mlock)
@@ -104,7 +99,7 @@ def make_embedding_context(model: object, opts: ContextOpts, n_tokens: int, log:
 
 def max_outputs(opts: ContextOpts) -> int:
     """Rows of one decode call that may want logits; fewer than sequences, helpers included, is an assert as well."""
-    return max(opts.n_seq_max + HELPER_SEQUENCES, _MIN_OUTPUTS)
+    return max(opts.n_seq_max + HELPER_SEQUENCES, MIN_OUTPUTS)
 
 
 def threads_of(opts: ContextOpts) -> tuple[int, int]:

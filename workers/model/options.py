@@ -13,14 +13,19 @@ import msgspec
 from barrel_inference.errors import InvalidArgument
 from barrel_inference.protocol import Tier
 from barrel_inference.tiers import policy as policies
+from barrel_inference.workers.model.cores import MAX_THREADS
 
-# llama.cpp has room for 256 sequence ids; two are helpers (exporting and importing cells).
-MAX_SEQUENCES = 254
+LLAMA_SEQUENCES = 256  # llama.cpp has room for so many sequence ids
+HELPER_SEQUENCES = 2  # the spare that cells go out and in through, and one that is always empty
+MAX_SEQUENCES = LLAMA_SEQUENCES - HELPER_SEQUENCES
+# Rows of one micro-batch that may want logits; llama.cpp sizes its output graph by it, by default for every row, which for
+# a vocabulary of 262,144 tokens and 512 rows is half a gigabyte. More is an assert that ends the process.
+MIN_OUTPUTS = 16
 MAX_DEVICES = 16  # llama_max_devices(): entries of `tensor_split`
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Threads: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=512)]
+Threads: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_THREADS)]
 KvType: TypeAlias = Literal["f16", "f32", "bf16", "q4_0", "q5_0", "q5_1", "q8_0"]
 Scale: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -34,14 +39,14 @@ class LlamaModelOpts(Options, frozen=True):
     """`model_opts` of the llama backend."""
 
     n_gpu_layers: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = 0  # -1, and anything large: all
-    split_mode: Literal["none", "layer", "row"] = "layer"
-    main_gpu: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DEVICES)] = 0
-    tensor_split: Annotated[tuple[Scale, ...], msgspec.Meta(max_length=MAX_DEVICES)] = ()
-    use_mmap: bool = True
-    use_mlock: bool = False
-    prefetch: bool = True
-    pin_resident_after_first_request: bool = False
-    vocab_only: bool = False
+    split_mode: Literal["none", "layer", "row"] = "layer"  # how several GPUs share a model
+    main_gpu: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DEVICES)] = 0  # with split_mode none, or for what is not split
+    tensor_split: Annotated[tuple[Scale, ...], msgspec.Meta(max_length=MAX_DEVICES)] = ()  # shares of the GPUs
+    use_mmap: bool = True  # map the file instead of reading it into memory of our own
+    use_mlock: bool = False  # lock the weights in memory
+    prefetch: bool = True  # false: a page is read when it is first used
+    pin_resident_after_first_request: bool = False  # then lock the pages that it used
+    vocab_only: bool = False  # the tokenizer and nothing else
 
 
 class StubModelOpts(Options, frozen=True):
@@ -64,22 +69,22 @@ class StubModelOpts(Options, frozen=True):
 class ContextOpts(Options, frozen=True):
     """`context_opts`. None: the default that depends on another option, see `completed`."""
 
-    n_ctx: Positive = 2048
-    n_batch: Positive = 512
+    n_ctx: Positive = 2048  # tokens of one request at most, prompt and reply
+    n_batch: Positive = 512  # tokens of one decode call at most
     n_ubatch: Positive | None = None  # n_batch
-    n_seq_max: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
+    n_seq_max: Positive = 1  # requests that run at once, at most 254: llama.cpp has 256 sequences, two are helpers
     kv_cells: Positive | None = None  # n_ctx
     warm_cells: NotNegative | None = None  # half of kv_cells
     n_threads: Threads | None = None  # what this process may use: affinity and cgroup quota
     n_threads_batch: Threads | None = None  # n_threads
-    flash_attn: bool | Literal["auto"] = "auto"
-    type_k: KvType = "f16"
-    type_v: KvType = "f16"
-    swa_full: bool = True
-    deterministic: bool = False
+    flash_attn: bool | Literal["auto"] = "auto"  # auto: llama.cpp decides
+    type_k: KvType = "f16"  # of the cells' keys
+    type_v: KvType = "f16"  # of the cells' values; quantised only with flash attention
+    swa_full: bool = True  # cells for every position in layers with a sliding window too
+    deterministic: bool = False  # greedy text depends on prompt and options only; requests take turns
     decode_budget_ms: NotNegative = 0  # 0 = no limit
-    offload_kqv: bool = True
-    op_offload: bool = True
+    offload_kqv: bool = True  # cells on the GPU
+    op_offload: bool = True  # computations of layers on the CPU on the GPU
     rope_scaling: Literal["auto", "none", "linear", "yarn", "longrope"] = "auto"
     rope_freq_base: Scale = 0.0  # 0 = the model's own, here and below
     rope_freq_scale: Scale = 0.0
@@ -118,22 +123,24 @@ STUB_THINKING = Markers(start="<think>", end="</think>")  # what the stub's own 
 class _Given(Options, frozen=True):
     """The options as they arrive."""
 
-    model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    model_path: Annotated[
+        str, msgspec.Meta(min_length=1, max_length=4096)
+    ]  # a file, a name from `[models]`, or pkg:DISTRIBUTION; any text for the stub
     backend: Literal["llama", "stub"] = "llama"
     model_opts: dict[str, Any] | None = None
     context_opts: dict[str, Any] | None = None
-    fingerprint: Any = None  # bytes or text; checked by `_digest`
-    fingerprint_mode: Literal["safe", "gguf_chunked", "fast_unsafe"] | None = None
-    quant_type: Annotated[str, msgspec.Meta(min_length=1, max_length=40)] | None = None
-    quant_bits: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    ctx_params_hash: Any = None
-    context_size: Positive | None = None
-    tier: Tier = Tier.RAM
-    tier_srv: str | None = None
-    policy: dict[str, Any] | None = None
-    adapters: list[tuple[str, float]] | None = None
-    thinking_markers: Any = None
-    tool_call_markers: Any = None
+    fingerprint: Any = None  # 32 bytes, or 64 hexadecimal digits; compared with what `fingerprint_mode` finds
+    fingerprint_mode: Literal["safe", "gguf_chunked", "fast_unsafe"] | None = None  # default: `cache.fingerprint_mode`
+    quant_type: Annotated[str, msgspec.Meta(min_length=1, max_length=40)] | None = None  # has to be the file's
+    quant_bits: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None  # likewise
+    ctx_params_hash: Any = None  # separates caches further; the context's own parameters always do
+    context_size: Positive | None = None  # the same as context_opts.n_ctx
+    tier: Tier = Tier.RAM  # where saves go
+    tier_srv: str | None = None  # a tier server by name, when there are several of a kind
+    policy: dict[str, Any] | None = None  # gates of `[cache.policy]` for this model
+    adapters: list[tuple[str, float]] | None = None  # LoRA files with a scale each
+    thinking_markers: Any = None  # the texts around what the model thinks: a pair
+    tool_call_markers: Any = None  # the texts around a tool call: a pair
     autoload: bool = False  # of a [models.NAME] table; for the supervisor, not for us
 
 
@@ -207,6 +214,9 @@ def _context(given: _Given) -> ContextOpts:
         if values["n_ctx"] != given.context_size:
             raise _wrong("context_size", given.context_size, f"differs from context_opts.n_ctx = {values['n_ctx']!r}")
     opts = _convert(values, ContextOpts, "context_opts.")
+    if opts.n_seq_max > MAX_SEQUENCES:
+        why = f"llama.cpp has {LLAMA_SEQUENCES} sequences, and {HELPER_SEQUENCES} of them carry cells in and out"
+        raise _wrong("context_opts.n_seq_max", opts.n_seq_max, f"is more than {MAX_SEQUENCES}: {why}")
     if opts.ubatch > opts.n_batch:
         raise _wrong("context_opts.n_ubatch", opts.ubatch, f"is more than n_batch = {opts.n_batch}")
     if opts.cells < opts.n_ctx:

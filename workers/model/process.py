@@ -23,9 +23,10 @@ from barrel_inference.tiers import policy as policies
 from barrel_inference.tiers.arena import Arena
 from barrel_inference.tiers.policy import Policy
 from barrel_inference.workers.model import options as model_options
+from barrel_inference.workers.model import residency
 from barrel_inference.workers.model.cache_client import CacheClient
 from barrel_inference.workers.model.chat import ChatTemplate
-from barrel_inference.workers.model.cores import usable_cores
+from barrel_inference.workers.model.cores import thread_share, usable_cores
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.gateway import Gateway
 from barrel_inference.workers.model.load import load_engine
@@ -62,6 +63,7 @@ class ModelProcess:
         self.adapters: tuple[tuple[str, float], ...] = self.options.adapters
         self.staging: Arena | None = None
         self.threads = 0
+        self._adapters_lock = asyncio.Lock()
         self._row_due = False
         self._row_sent_s = 0.0
         self._rate = Rate()
@@ -71,7 +73,9 @@ class ModelProcess:
     async def start(self, actor: Actor) -> dict[str, Any]:
         """Load the model; ready when it can answer."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.engine = await asyncio.to_thread(load_engine, self.options, actor.state_dir, self._load_progress)
+        self.engine = await asyncio.to_thread(self._load)
+        for warning in self.engine.info.warnings:
+            actor.log.warning("model.warned", reason=warning)
         fingerprint = self.engine.info.fingerprint
         if self.adapters:
             fingerprint = await asyncio.to_thread(self.engine.set_adapters, self.adapters)
@@ -86,6 +90,8 @@ class ModelProcess:
             row=self._row,
             on_changed=self._changed,
         )
+        if self.options.llama and self.options.llama.pin_resident_after_first_request:
+            self.gateway.on_first_end = lambda: actor.spawn(self._pin_resident())
         self.gateway.max_queue = int(self.settings["limits"]["max_queue_per_model"])
         block_tokens = self._block_tokens()
         self.scheduler = Scheduler(self.engine, self.gateway, self._limits(policy, block_tokens))
@@ -105,11 +111,25 @@ class ModelProcess:
         actor.every(WATCH_S, self._watch)
         return {"kind": "model", "row": msgspec.to_builtins(self._row(), builtin_types=(bytes,))}
 
+    def _load(self) -> Engine:
+        """Called on a thread of its own."""
+        residency.raise_memlock_limit()
+        return load_engine(
+            self.options, state_dir=self.actor.state_dir, grammar_bytes=int(self.settings["limits"]["grammar_bytes"]),
+            force=bool(self.actor.boot.boot.get("force")), on_progress=self._load_progress,
+            log_line=lambda line: self.actor.log.debug("llama.said", line=line),
+        )  # fmt: skip
+
     def _load_progress(self, fraction: float) -> None:
         """Called on the loading thread."""
         self.actor.loop.call_soon_threadsafe(
-            self.actor.cast, "router", protocol.LoadProgress(fraction=fraction, model_id=self.model_id)
+            self.actor.supervisor.cast, protocol.LoadProgress(fraction=fraction, model_id=self.model_id)
         )
+
+    async def _pin_resident(self) -> None:
+        """The first request has touched what requests touch: that stays in memory from now on."""
+        pinned = await asyncio.to_thread(self.engine.pin_resident)
+        self.actor.log.info("weights.pinned", bytes=pinned, limit=residency.memlock_advice())
 
     def _compile(self, source: str) -> ChatTemplate | None:
         try:
@@ -229,13 +249,14 @@ class ModelProcess:
             return _or_error(lambda: self.engine.set_adapters(message.adapters))
 
         def paused(done: Callable[[bytes | BarrelError], None]) -> None:
-            self.scheduler.release_idle(lambda _freed: done(change()))
+            self.scheduler.empty(lambda: done(change()))
 
-        result: bytes | BarrelError = await self._on_engine(lambda done: self.scheduler.pause(lambda: paused(done)))
-        if isinstance(result, bytes):
-            self.cache.fingerprint = result
-            self.adapters = tuple((path, scale) for path, scale in message.adapters)
-        self.scheduler.post(self.scheduler.resume)
+        async with self._adapters_lock:  # a resume must not let requests start while the next change is on its way
+            result: bytes | BarrelError = await self._on_engine(lambda done: self.scheduler.pause(lambda: paused(done)))
+            if isinstance(result, bytes):
+                self.cache.fingerprint = result
+                self.adapters = tuple((path, scale) for path, scale in message.adapters)
+            self.scheduler.post(self.scheduler.resume)
         if isinstance(result, BarrelError):
             raise result
         self._changed()
@@ -248,9 +269,10 @@ class ModelProcess:
     def _thread_share(self, message: protocol.ThreadShare, _request: Request) -> None:
         if self.options.context.deterministic:  # the number of threads decides how sums are split
             return
-        share = max(1, usable_cores() // max(1, message.computing_models))
+        share = thread_share(usable_cores(), message.computing_models)
         self.threads = min(self.engine.info.n_threads, share)
-        self.scheduler.post(lambda: self.engine.set_threads(self.threads))
+        self.scheduler.post(lambda: self.engine.set_threads(share))
+        self._changed()
 
     # --- peers and observers
 

@@ -13,6 +13,11 @@ _TYPES: dict[int, tuple[str, int]] = {
 _GUESSED = 1024  # flag of llama.cpp: the file did not say, the type was taken from the tensors
 
 
+def is_guessed(file_type: int) -> bool:
+    """Did llama.cpp take the type from the tensors, because the file does not say?"""
+    return bool(file_type & _GUESSED)
+
+
 def quant_of(file_type: int) -> tuple[str, int]:
     """The (name, bits) of a file type; one that is not known yet keeps its number in the name, so that it stays distinct."""
     file_type &= ~_GUESSED

@@ -5,11 +5,15 @@ says where, and the kernel is told.
 import ctypes
 import mmap
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _PAGE = mmap.PAGESIZE
 
 
@@ -48,6 +52,24 @@ def advise_random(weights: Sequence[Mapping]) -> None:
         _libc.madvise(ctypes.c_void_p(part.start), ctypes.c_size_t(part.end - part.start), mmap.MADV_RANDOM)
 
 
+def cached_bytes(path: Path) -> int:
+    """How much of a file is in memory now; touches none of it. All of it where the kernel does not tell (files of others)."""
+    size = path.stat().st_size
+    if not size:
+        return 0
+    with path.open("rb") as file:
+        start = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if start == _MAP_FAILED:
+        return 0
+    try:
+        present = (ctypes.c_ubyte * -(-size // _PAGE))()
+        if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), present):
+            return 0
+        return min(size, sum(last - first for first, last in resident_runs(bytes(present))) * _PAGE)
+    finally:
+        _libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(size))
+
+
 def pin_resident(weights: Sequence[Mapping]) -> int:
     """Lock the pages that are in memory now; returns their bytes, fewer when the process may lock no more."""
     pinned = 0
@@ -62,6 +84,27 @@ def pin_resident(weights: Sequence[Mapping]) -> int:
                 return pinned  # RLIMIT_MEMLOCK: what is locked stays locked
             pinned += size
     return pinned
+
+
+def raise_memlock_limit() -> None:
+    """Let this process lock as much as it may: up to its hard limit."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+
+
+def locked_bytes() -> int:
+    """What this process has locked in memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmLck:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def memlock_advice() -> str:
+    """The limit that stands against locking more, and where it is raised."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    said = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return f"the limit is {said} (ulimit -l, or LimitMEMLOCK= of the service)"
 
 
 def resident_runs(present: bytes) -> list[tuple[int, int]]:

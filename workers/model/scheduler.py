@@ -25,6 +25,7 @@ from barrel_inference.workers.model.restore import let_go
 from barrel_inference.workers.model.saving import Saver
 from barrel_inference.workers.model.sequences import SequenceTable, Use
 from barrel_inference.workers.model.state import Limits, State
+from barrel_inference.workers.model.text import Piece, undelivered
 
 # Exports do at most this much per turn while others decode.
 CHORE_BUDGET_S = 0.005
@@ -45,6 +46,7 @@ class Scheduler:
         self._chores: deque[Callable[[], None]] = deque()
         self._stopped = False
         self._when_idle: list[Callable[[], None]] = []
+        self._when_packed: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- for the I/O thread to look at
@@ -177,6 +179,9 @@ class Scheduler:
     def save_packed(self, seq: int) -> None:
         """An export of this sequence needs its cells no longer."""
         self.state.table[seq].holds -= 1
+        waiting, self._when_packed = self._when_packed, []
+        for function in waiting:
+            function()
 
     def save_published(self, order: SaveOrder) -> None:
         """Every node of a save is published, or was given up."""
@@ -198,6 +203,17 @@ class Scheduler:
             done(freed + len(pinned))
 
         self._saver.after_reclaim(finish)
+
+    def empty(self, then: Callable[[], None]) -> None:
+        """While paused: save idle sessions, free every sequence, then run `then`. Nothing computed before is left live."""
+
+        def again() -> None:
+            if any(s.holds for s in self.state.table.sequences):  # an export under way needs the cells a moment longer
+                self._when_packed.append(lambda: self.empty(then))
+            else:
+                then()
+
+        self.release_idle(lambda _freed: again())
 
     def save_everything(self, done: Callable[[int], None]) -> None:
         """Shutdown: end what runs, then save every sequence that holds unsaved tokens, the most valuable first;
@@ -298,6 +314,8 @@ class Scheduler:
         """End a request wherever it stands; its sequence stays warm, or pinned to its session."""
         if job.stage is Stage.ENDED:
             return
+        if job.sampler is None and job.generated and error is None:
+            self._decoder.replay(job)  # it ends before it was resumed: the result has what was delivered all the same
         job.finish_reason, job.error = reason, error
         was_waiting = job in self.state.waiting
         job.stage = Stage.ENDED
@@ -312,7 +330,7 @@ class Scheduler:
                 self.effects.check_in(found, (), ())
         elif job.seq is not None:
             context = self._release(job)
-        pieces = job.scanner.finish()
+        pieces = self._last_pieces(job)
         if pieces and error is None:
             self.effects.emit(job, pieces)
         if job.sampler is not None:
@@ -321,6 +339,14 @@ class Scheduler:
         self.effects.rests(job)
         self.effects.ended(job, context)
         self.effects.changed()
+
+    def _last_pieces(self, job: Job) -> list[Piece]:
+        """What was held back until the end; the first attempt of a resubmission may have come as far."""
+        sent_bytes, sent_ends = job.scanner.delivered_bytes, job.scanner.span_ends
+        pieces = job.scanner.finish()
+        if (resume := job.spec.resume) is None:
+            return pieces
+        return undelivered(pieces, max(0, resume.text_bytes - sent_bytes), max(0, resume.span_ends - sent_ends))
 
     def _release(self, job: Job) -> tuple[int, ...]:
         assert job.seq is not None
