@@ -128,6 +128,12 @@ class LogSettings(msgspec.Struct, frozen=True):
     format: Literal["json", "console"]
 
 
+class MetricsSettings(msgspec.Struct, frozen=True):
+    """`[metrics]`: the router's page for Prometheus."""
+
+    listen: str
+
+
 class Settings(msgspec.Struct, frozen=True):
     """The whole configuration, checked. `models` are options of load_model by name, plus `autoload`."""
 
@@ -139,6 +145,7 @@ class Settings(msgspec.Struct, frozen=True):
     pressure: PressureSettings
     limits: LimitSettings
     log: LogSettings
+    metrics: MetricsSettings
     models: dict[str, dict[str, Any]]
 
 
@@ -275,6 +282,7 @@ def resolve(
             endpoint=settings.runtime.endpoint or f"ipc://{runtime / 'router'}",
             curve=_absolute(settings.runtime.curve) if settings.runtime.curve else "",
         ),
+        metrics=MetricsSettings(_resolve_listen(settings.metrics.listen)),
         tiers={name: _resolve_tier(tier, state) for name, tier in settings.tiers.items()},
         models={name: _resolve_model(options) for name, options in settings.models.items()},
     )
@@ -292,6 +300,10 @@ def _resolve_tier(tier: TierSettings, state_dir: Path) -> TierSettings:
     else:
         root = {"ram": "", "ram_file": str(ram_file_root(state_dir)), "disk": str(state_dir / "kvc")}[tier.kind]
     return msgspec.structs.replace(tier, root=root)
+
+
+def _resolve_listen(listen: str) -> str:
+    return f"unix:{_absolute(listen.removeprefix('unix:'))}" if listen.startswith("unix:") else listen
 
 
 def _resolve_model(options: dict[str, Any]) -> dict[str, Any]:

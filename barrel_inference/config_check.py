@@ -169,7 +169,7 @@ def check_models(models: object) -> list[str]:
 
 def check_together(settings: "Settings") -> list[str]:
     """What is wrong with values that are each fine alone."""
-    return [*_check_tiers(settings), *_check_pressure(settings), *_check_endpoints(settings)]
+    return [*_check_tiers(settings), *_check_pressure(settings), *_check_endpoints(settings), *_check_metrics(settings)]
 
 
 def _check_tiers(settings: "Settings") -> list[str]:
@@ -215,3 +215,12 @@ def _check_endpoints(settings: "Settings") -> list[str]:
     if runtime.endpoint and not re.match(r"(ipc|tcp)://.", runtime.endpoint):
         problems.append(f"runtime.endpoint = {runtime.endpoint!r}: expected ipc://PATH or tcp://ADDRESS:PORT")
     return problems
+
+
+def _check_metrics(settings: "Settings") -> list[str]:
+    """Whoever reaches the page sees what runs here, so it is for this machine only."""
+    listen = settings.metrics.listen
+    is_port = re.fullmatch(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})", listen)
+    if not listen or re.fullmatch("unix:.+", listen) or (is_port and 0 < int(is_port[2]) < 65536):
+        return []
+    return [f'metrics.listen = {listen!r}: expected "unix:PATH", a loopback "127.0.0.1:PORT", or "" for none']

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Observers:
     def __init__(self, actor: Actor, registry: Registry) -> None:
         self.actor = actor
         self.registry = registry
+        self.on_ended: Callable[[protocol.RequestEnded], None] | None = None  # the metrics', if there are any
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
         actor.on(protocol.Models, self.models)
         actor.on(protocol.Status, self.status)
@@ -42,6 +44,10 @@ class Observers:
         return ModelRows(models=[self.registry.row(message.model_id)])
 
     async def status(self, _message: protocol.Status, _request: Request) -> StatusReply:
+        """The runtime at a glance."""
+        return await self.look()
+
+    async def look(self) -> StatusReply:
         """The runtime at a glance; a helper that does not answer in time is left out."""
         tree, cache, pressure = await asyncio.gather(self._tree(), self._cache(), self._pressure())
         return StatusReply(
@@ -65,6 +71,15 @@ class Observers:
         except BarrelError:
             return CacheStatsReply(tiers=[], namespaces=0, nodes=0, marks=0)
 
+    async def counters(self) -> dict[str, int]:
+        """Every counter; none while the index is down."""
+        try:
+            index = self.actor.peer("index")
+            values = await index.call(protocol.Counters(), protocol.CounterValues, deadline_s=HELPER_DEADLINE_S)
+        except BarrelError:
+            return {}
+        return values.counters
+
     async def _pressure(self) -> PressureReply | None:
         try:
             poller = self.actor.peer("pressure")
@@ -74,6 +89,8 @@ class Observers:
             return None
 
     def _ended(self, message: protocol.RequestEnded, _request: Request) -> None:
+        if self.on_ended is not None:
+            self.on_ended(message)
         self._recent.append({"model_id": message.model_id, "request_id": message.request_id, **message.stats})
 
     def _recent_rows(self, message: protocol.RecentRequests, _request: Request) -> RecentRows:

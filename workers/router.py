@@ -8,9 +8,11 @@ A client's message is [target, header, body]. The router reads the header, check
 clients, and hands header and body on unopened. The answer comes back with the `Route` that was sent along.
 """
 
+import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +26,9 @@ from barrel_inference.workers import blackbox
 from barrel_inference.workers.loading import Loader
 from barrel_inference.workers.observing import Observers
 from barrel_inference.workers.registry import Limits, Pending, PendingTable, Registry, model_of
+
+if TYPE_CHECKING:
+    from barrel_inference.workers.metrics import Metrics
 
 # What other processes may send to the router; a client cannot pose as the supervisor by leaving its target empty.
 PEER_VERBS = frozenset({"model_row", "load_progress", "request_ended"}) | protocol.CLIENT_VERBS["router"]
@@ -67,6 +72,7 @@ class Router:
         self.observers = Observers(actor, self.registry)
         self._computing = 0
         self._uncounted_restarts = 0
+        self._metrics: Metrics | None = None
         self._gatekeeper: Gatekeeper | None = None  # set: we listen on TCP too, and each message says who sent it
         self._boxes: dict[str, blackbox.Reading] = {}  # of the models that serve
         self._helpers: set[str] = set()  # processes that this runtime has, whether they serve now or not
@@ -86,6 +92,8 @@ class Router:
         self._uncounted_restarts = sum(child.restarts > 0 for child in own)  # this start is one, if it is not the first
         self.actor.every(LEARN_S, self._learn_if_waiting)
         self._open_doors(self.actor.boot.settings["runtime"])
+        if listen := self.actor.boot.settings["metrics"]["listen"]:
+            await self._open_metrics(listen)
         early, self._early = self._early or [], None
         for frames, tenant in early:
             self._on_message(frames, tenant)
@@ -110,6 +118,22 @@ class Router:
             self._gatekeeper.admit(curve.tenants(Path(self.actor.boot.settings["runtime"]["curve"])))
         except BarrelError as bad:
             self.actor.log.error("clients.unreadable", reason=str(bad))
+
+    async def _open_metrics(self, listen: str) -> None:
+        from barrel_inference.workers.metrics import Figures, Metrics  # here: off by default, and then not paid for
+
+        async def look() -> Figures:
+            status, counters = await asyncio.gather(self.observers.look(), self.observers.counters())
+            return Figures(status, counters)
+
+        self._metrics = Metrics(look)
+        await self._metrics.open(listen)
+        self.observers.on_ended = self._metrics.requests.ended
+
+    async def drain(self, _actor: Actor) -> None:
+        """Leave nothing behind."""
+        if self._metrics is not None:
+            await self._metrics.close()
 
     async def _learn(self) -> list[protocol.ChildRow]:
         try:
@@ -363,7 +387,13 @@ def _died(down: Down, model_id: str | None, *, is_suspect: bool) -> BarrelError:
 
 def main() -> int:
     """Run until told to stop; the value is the process's exit status."""
-    return run(lambda actor: Router(actor).serve)
+    router: list[Router] = []
+
+    def make(actor: Actor) -> Callable[[Actor], Awaitable[dict[str, Any]]]:
+        router.append(Router(actor))
+        return router[0].serve
+
+    return run(make, drain=lambda actor: router[0].drain(actor))
 
 
 if __name__ == "__main__":
