@@ -347,6 +347,37 @@ def test_resubmission_sends_what_a_delivered_token_had_still_to_say(model: Model
     assert model.io.pieces[job.id][0].token_ids == ()
 
 
+def test_resubmission_of_a_reply_that_was_let_go(model: Model) -> None:
+    """Text that is held back goes out at the end; when only `done` was lost, neither text nor ids come twice."""
+    first = model.run(PROMPT, 5, sampling=DRAWN)
+    stop = model.engine.piece(first.generated[-1]) + b"never"  # its beginning ends the reply
+    whole = model.wait(model.send(PROMPT, 5, stops=(stop,), sampling=DRAWN))
+    assert (whole.finish_reason, whole.generated) == ("length", first.generated)
+    assert bytes(whole.scanner.reply) == bytes(first.scanner.reply)
+    delivered = Resume(attempt=1, token_ids=whole.generated, text_bytes=len(whole.scanner.reply), seed=7)
+    job = resubmit(model, whole, delivered, stops=(stop,))
+    assert (job.generated, bytes(job.scanner.reply)) == (whole.generated, bytes(whole.scanner.reply))
+    assert model.io.pieces.get(job.id, []) == []
+
+
+def test_resubmission_that_is_cancelled_before_it_runs(model: Model) -> None:
+    """The result has what was delivered, also when its turn never came again."""
+    running = model.send(PROMPT, 300)
+    whole = model.wait(running)
+    busy = model.send([9, *PROMPT], 300)
+    delivered = Resume(attempt=1, token_ids=whole.generated[:4], text_bytes=28, seed=7)
+    job = Job(
+        "again", Complete(prompt=PROMPT, resume=delivered), PROMPT, b"", 7, 300, Scanner(), Times(0.0),
+        generated=whole.generated[:4],
+    )  # fmt: skip
+    model.io.done[job.id] = threading.Event()
+    model.scheduler.post(lambda: model.scheduler.submit(job))
+    model.scheduler.post(lambda: model.scheduler.cancel(job.id))
+    assert model.wait(job).finish_reason == "cancelled"
+    assert bytes(job.scanner.reply) == b"".join(map(model.engine.piece, whole.generated[:4]))
+    model.wait(busy)
+
+
 def test_resubmission_of_a_reply_that_was_complete(model: Model) -> None:
     """When all had arrived but the end, the end follows, and no token beyond it."""
     first = model.run(PROMPT, 5, sampling=DRAWN)

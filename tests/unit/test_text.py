@@ -112,10 +112,11 @@ def test_pieces_do_not_depend_on_the_split(text: str, cuts: list[int], stops: tu
 
 
 def test_undelivered() -> None:
-    """Bytes and ends that had arrived are left out, in the order in which they were sent; ids are not named again."""
-    pieces = [Piece("thinking", b"abc", (1,)), Piece("thinking_end", b""), Piece("token", b"de", (2,))]
-    assert undelivered(pieces, 0, 0) == [Piece("thinking", b"abc"), Piece("thinking_end", b""), Piece("token", b"de")]
-    assert undelivered(pieces, 2, 0) == [Piece("thinking", b"c"), Piece("thinking_end", b""), Piece("token", b"de")]
-    assert undelivered(pieces, 3, 0) == [Piece("thinking_end", b""), Piece("token", b"de")]
-    assert undelivered(pieces, 3, 1) == [Piece("token", b"de")]
-    assert undelivered(pieces, 5, 1) == []
+    """Bytes and ends that had arrived are left out, in the order in which they were sent."""
+    first, end, second = Piece("thinking", b"abc", (1,)), Piece("thinking_end", b""), Piece("token", b"de", (2,))
+    pieces = [first, end, second]
+    assert undelivered(pieces, 0, 0) == pieces
+    assert undelivered(pieces, 2, 0) == [Piece("thinking", b"c", (1,)), end, second]
+    assert undelivered(pieces, 3, 0) == [end, second]
+    assert undelivered(pieces, 3, 1) == [second]
+    assert undelivered([*pieces, Piece("token", b"", (3,))], 5, 1) == [Piece("token", b"", (3,))]

@@ -208,13 +208,17 @@ class Decoder:
             return
         pieces: list[Piece] = []
         for number, token in enumerate(job.generated):
-            assert job.sampler is not None
-            job.sampler.accept(token, number)
+            if job.sampler is not None:
+                job.sampler.accept(token, number)
             if job.spec.sampling.logprobs:  # what the others were is lost with the process that knew
                 job.logprobs.append({"id": token, "top": []})
             is_forced = bool(job.forced)
             del job.forced[:1]
             pieces += self._hear(job, token, number + 1, is_forced=is_forced)
+        job.scanner.all_named()
+        if resume.text_bytes > job.scanner.delivered_bytes:
+            # Text that is held back was let go, which only the end of a reply does: nothing may follow it.
+            job.finish_reason = job.finish_reason or "stop"
         rest = undelivered(pieces, resume.text_bytes, resume.span_ends)
         if rest:
-            self._effects.emit(job, rest)
+            self._effects.emit(job, [Piece(piece.kind, piece.data) for piece in rest])

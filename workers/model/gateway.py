@@ -17,6 +17,7 @@ from barrel_inference.errors import (
     ContextOverflow,
     InternalError,
     InvalidArgument,
+    ModelDown,
     NotSupported,
     Overloaded,
 )
@@ -91,6 +92,9 @@ class Gateway:
         self._outbox: deque[Callable[[], Any]] = deque()
         self._wake_sent = False
         self._counted_prefilled = 0
+        self._arriving: dict[str, Request] = {}  # being tokenised
+        self._cancelled_early: set[str] = set()  # of those
+        self._is_stopping = False
         self._ending: set[asyncio.Task[None]] = set()
         self._saving: set[asyncio.Task[None]] = set()
         actor.on(Complete, self.complete)
@@ -103,7 +107,10 @@ class Gateway:
 
     async def complete(self, spec: Complete, request: Request) -> None:
         """Admit one request; its answer comes through the stream."""
+        if self._is_stopping:
+            raise ModelDown(f"{self.actor.id} is stopping", process=self.actor.id, accepted=False)
         salt = self.salt(request)
+        self._arriving[request.id] = request
         if request.id not in self.open:
             self.recorder.computes(request.id)
         try:
@@ -113,7 +120,11 @@ class Gateway:
         except BarrelError as refused:
             self.actor.log.info("request.refused", request=request.id, code=refused.code)
             raise
-        finally:  # here, not in the engine's thread: that may be dying of another request just now
+        finally:
+            self._arriving.pop(request.id, None)
+            is_cancelled = request.id in self._cancelled_early
+            self._cancelled_early.discard(request.id)
+            # Here, not in the engine's thread: that may be dying of another request just now
             if request.id not in self.open:
                 self.recorder.rests(request.id)
         if (older := self.open.get(request.id)) is not None:  # a resubmission overtook the first try
@@ -138,6 +149,8 @@ class Gateway:
             attempt=job.attempt,
         )  # fmt: skip
         self.scheduler.post(lambda: self.scheduler.submit(job))
+        if is_cancelled:
+            self._cancel_job(request.id)
         self.on_changed()
 
     def waiting(self) -> int:
@@ -234,6 +247,8 @@ class Gateway:
         self._cancel_job(message.request_id)
 
     def _cancel_job(self, request_id: str) -> None:
+        if request_id in self._arriving:
+            self._cancelled_early.add(request_id)
         self.scheduler.post(lambda: self.scheduler.cancel(request_id))
 
     def _credit(self, message: protocol.Credit, _request: Request) -> None:
@@ -241,17 +256,19 @@ class Gateway:
             entry.stream.grant(message.events)
 
     def _gone(self, message: protocol.Gone, _request: Request) -> None:
-        for entry in list(self.open.values()):
-            route = entry.request.route
-            if route and codec.decode(route, protocol.Route).client == message.client:
-                self._cancel_job(entry.job.id)
+        for request in self._requests():
+            if request.route and codec.decode(request.route, protocol.Route).client == message.client:
+                self._cancel_job(request.id)
+
+    def _requests(self) -> list[Request]:
+        return [*self._arriving.values(), *(entry.request for entry in self.open.values())]
 
     def peer_down(self, peer_id: str) -> None:
         """A router died: the requests that came through it end, with their finish save."""
         if peer_id == "router":
-            for entry in list(self.open.values()):
-                if entry.request.route:
-                    self._cancel_job(entry.job.id)
+            for request in self._requests():
+                if request.route:
+                    self._cancel_job(request.id)
 
     def _drop(self, entry: _Open) -> None:
         """A newer attempt took this one's place: nobody waits for its answer."""
@@ -405,6 +422,10 @@ class Gateway:
         total = self.scheduler.prefilled_tokens  # the engine thread only adds to it
         new, self._counted_prefilled = total - self._counted_prefilled, total
         return new
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._is_stopping = True
 
     async def saves(self) -> None:
         """Wait for the saves under way: what they hold must be with a writer or a tier before our memory goes."""

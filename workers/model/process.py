@@ -330,6 +330,7 @@ class ModelProcess:
 
     async def drain(self, _actor: Actor) -> None:
         """End every stream, save every sequence, most valuable first, within `evict_save_timeout_ms`."""
+        self.gateway.stop()
         timeout_s = int(self.settings["cache"]["evict_save_timeout_ms"]) / 1000
         try:
             async with asyncio.timeout(timeout_s):

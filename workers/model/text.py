@@ -81,22 +81,19 @@ def first_of(data: bytes, patterns: Sequence[bytes]) -> tuple[int, bytes] | None
 
 
 def undelivered(pieces: Sequence[Piece], data_bytes: int, span_ends: int) -> list[Piece]:
-    """What is left of a reply's pieces after their first `data_bytes` bytes and `span_ends` ends of spans.
-
-    Their token ids count as delivered: they are those of tokens that the caller has named.
-    """
+    """What is left of a reply's pieces after their first `data_bytes` bytes and `span_ends` ends of spans."""
     left: list[Piece] = []
     for piece in pieces:
         if piece.kind in _CLOSED_BY.values():
             if span_ends:
                 span_ends -= 1
-                continue
-            left.append(Piece(piece.kind, b""))
+            else:
+                left.append(piece)
             continue
         skip = min(data_bytes, len(piece.data))
         data_bytes -= skip
-        if skip < len(piece.data):
-            left.append(Piece(piece.kind, piece.data[skip:]))
+        if skip < len(piece.data) or not piece.data:
+            left.append(Piece(piece.kind, piece.data[skip:], piece.token_ids))
     return left
 
 
@@ -111,6 +108,7 @@ class Scanner:
     stopped_by: bytes | None = None
     reply: bytearray = field(default_factory=bytearray)
     delivered_bytes: int = 0
+    span_ends: int = 0
     thinking_tokens: int = 0
     _pending: bytes = b""
     _ids: list[int] = field(default_factory=list)
@@ -139,6 +137,10 @@ class Scanner:
         if self._ids:
             out.append(Piece(Span.TEXT, b"", self._take_ids()))
         return out
+
+    def all_named(self) -> None:
+        """The caller knows every token so far: none of them is reported with what follows."""
+        self._ids = []
 
     def _advance(self) -> list[Piece]:
         out: list[Piece] = []
@@ -180,6 +182,7 @@ class Scanner:
 
     def _switch(self, span: Span) -> list[Piece]:
         closed, self.span = _CLOSED_BY[self.span], span
+        self.span_ends += 1
         return [Piece(closed, b"", self._take_ids())]
 
     def _take_ids(self) -> tuple[int, ...]:
