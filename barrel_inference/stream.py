@@ -137,8 +137,6 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             try:
                 return await self._attempt(request)
             except (BarrelError, ConnectionLost) as failure:
-                if self._is_cancelled and isinstance(failure, BarrelError):
-                    raise
                 seen = self._tally
                 self._tally = resubmission.after(failure, self._tally, retry=self._link.retry)
                 if isinstance(failure, ModelDown):
@@ -154,6 +152,8 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             self._target, request, request_id=self.request_id, deadline_ms=deadline_ms,
             credit=self._credit.first_grant(len(self._unread)), on_event=self._on_event,
         )  # fmt: skip
+        if self._is_cancelled:  # who was asked to end it is dead; its successor gives the caller its result
+            connection.cast("router", Cancel(request_id=self.request_id))
         body = await answer(connection, call, grace, f"request {self.request_id}")
         return codec.decode(body, Completed)
 

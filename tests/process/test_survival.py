@@ -98,6 +98,25 @@ def test_death_of_a_helper_is_not_noticed(runtime: Runtime, client: Client, vict
     client.unload(model)
 
 
+@pytest.mark.parametrize("victim", ["model", "router"])
+def test_cancel_across_a_death(runtime: Runtime, client: Client, victim: str) -> None:
+    """Whoever is to cancel a request may die of it: the caller gets its cancelled result, with what was delivered."""
+    model = stub(client)
+    target = f"model:{model}" if victim == "model" else victim
+    with client.stream(model, PROMPT, response_tokens=3000) as stream:
+
+        def kill_and_cancel() -> None:
+            with stopped(runtime.processes()[target]):  # so that it cannot obey before it dies
+                stream.cancel()
+                kill(runtime, target)
+
+        seen = read(stream, kill_and_cancel)
+    assert seen.end.finish_reason == "cancelled"
+    assert seen.end.reply_bytes == seen.text
+    assert 5 <= len(seen.ids) < 3000
+    client.unload(model)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_sampling_goes_on_with_its_seed(runtime: Runtime, client: Client, seed: int | None) -> None:
     """A sampled reply, whether its seed was given or drawn, goes on as it would have."""

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from barrel_inference import codec, protocol
@@ -105,12 +105,15 @@ class Gateway:
 
     # --- requests in
 
-    async def complete(self, spec: Complete, request: Request) -> None:
+    def complete(self, spec: Complete, request: Request) -> Coroutine[Any, Any, None]:
         """Admit one request; its answer comes through the stream."""
         if self._is_stopping:
             raise ModelDown(f"{self.actor.id} is stopping", process=self.actor.id, accepted=False)
         salt = self.salt(request)
-        self._arriving[request.id] = request
+        self._arriving[request.id] = request  # now: a cancel may be the very next message
+        return self._admit(spec, request, salt)
+
+    async def _admit(self, spec: Complete, request: Request, salt: bytes) -> None:
         if request.id not in self.open:
             self.recorder.computes(request.id)
         try:
