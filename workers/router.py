@@ -84,6 +84,7 @@ class Router:
         actor.on_reconfigured(self._read_clients)
         actor.on(protocol.Greet, self._greet)
         actor.on(ModelRow, self._row)
+        actor.on(protocol.Counted, self._counted)
         actor.on(protocol.Cancel, self._cancel)
 
     async def serve(self, _actor: Actor) -> dict[str, Any]:
@@ -356,6 +357,10 @@ class Router:
     def _row(self, row: ModelRow, _request: Request) -> None:
         if self.registry.row_came(row):
             self._share_threads()
+
+    def _counted(self, counted: protocol.Counted, _request: Request) -> None:
+        """Hand on what a model has counted: ahead of the call of a client who asks next."""
+        self.actor.cast("index", counted)
 
     def _share_threads(self) -> None:
         """Tell the models how many of them compute, when that has changed."""

@@ -379,16 +379,17 @@ class Gateway:
         results = await self._accepted(entry)
         finish_key = next((r.key for r in results if r.reason is SaveReason.FINISH), None)
         created = sum(result.created_tokens for result in results)
-        self._count(job)
+        counted = protocol.Counted(deltas=self._counts(job))
         body = reporting.completed(job, context, finish_key, created)
 
         def finish() -> None:
             self.open.pop(job.id, None)
             stats = reporting.statistics(job, body, time.time())
             self.actor.log.info("request.ended", request=job.id, **stats)
-            # By the way of the answer: who has that finds rows up to date.
+            # By the way of the answer: who has that finds rows and counters up to date.
             entry.request.cast(self.row())
             entry.request.cast(protocol.RequestEnded(model_id=self.cache.model_id, request_id=job.id, stats=stats))
+            entry.request.cast(counted)
             if job.error is not None:
                 entry.request.error(job.error)
             else:
@@ -405,10 +406,11 @@ class Gateway:
         done, _ = await asyncio.wait(entry.saves, timeout=ACCEPT_DEADLINE_S)
         return [future.result() for future in done]
 
-    def _count(self, job: Job) -> None:
-        self.actor.count(tokens_prefilled=self._take_prefilled())
+    def _counts(self, job: Job) -> dict[str, int]:
+        """What an ended request adds to the counters."""
+        prefilled = {"tokens_prefilled": self._take_prefilled()}
         if job.seq is None or job.error is not None:
-            return
+            return prefilled
         hit = job.hit
         self.last_hit = {"kind": hit.kind.value, "prefix_tokens": hit.read_tokens}
         name = _HIT_COUNTERS.get(hit.kind)
@@ -418,8 +420,8 @@ class Gateway:
         deltas = {name or "misses": 1, "tokens_reused": hit.read_tokens}
         if hit.source == "live":
             deltas["hits_live"] = 1
-        self.actor.count(**deltas)
         self.on_changed()
+        return deltas | prefilled
 
     def _take_prefilled(self) -> int:
         total = self.scheduler.prefilled_tokens  # the engine thread only adds to it
