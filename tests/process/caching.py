@@ -71,6 +71,11 @@ def saved(client: Client, result: Completion) -> Completion:
     return result
 
 
+def nothing_is_on_its_way(client: Client) -> None:
+    """Wait until nothing is being written."""
+    wait_for(lambda: all(row.status == "available" for row in client.cache.dump()), "saves are over")
+
+
 def ask(client: Client, model: str, prompt: str | Sequence[int], tokens: int = 4, **options: Any) -> Completion:
     """A completion whose saves are published, after the live cells were forgotten."""
     forget(client, model)

@@ -134,7 +134,8 @@ class Admission:
         s = self._state.table[decision.target or 0]
         wanted = [*job.prompt, *job.generated]
         if decision.stored:
-            self._state.context.cut(s, live_part(self._state.context, s, found))
+            is_alike = not self._state.limits.deterministic  # what it holds was computed as what is stored was
+            self._state.context.cut(s, live_part(self._state.context, s, found) if is_alike else 0)
             job.begin_context((), wanted)
         else:
             self._reuse_live(job, s, decision, found, wanted)
@@ -200,6 +201,8 @@ class Admission:
 
     def _restored(self, job: Job) -> None:
         job.times.restored_s = time.monotonic()
+        if job.seq is not None:
+            self._state.table[job.seq].prompt_tokens = job.prompt_tokens
         job.stage = Stage.PREFILLING
         try:
             if job.sampler is None and job.spec.mode != "prefill":

@@ -5,6 +5,7 @@ chores between decode calls.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -125,12 +126,12 @@ class CacheClient:
         """Deterministic: the identical prompt, or whole nodes that start and end on the grid; the same tokens always."""
         if seam.retokenised:
             return NO_SEAM
-        if seam.caller_tokens == len(wanted) and nodes and seam.stored_tokens == _end(nodes[-1]):
-            return seam
         length = 0
         for node in nodes:
             end = _end(node)
-            if end > seam.stored_tokens or end % self.block_tokens:
+            if end % self.block_tokens and node is nodes[-1] and end == seam.stored_tokens == len(wanted):
+                return seam
+            if end > min(seam.stored_tokens, len(wanted) - 1) or end % self.block_tokens:
                 break
             length = end
         return Seam(length, length, False)
@@ -194,8 +195,8 @@ class CacheClient:
             self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
             packed = True
             await asyncio.gather(*(self._finish_part(namespace, part, view) for part, view in writes))
-            if complete and (plan.inside_key is not None or not granted or order.pinned):
-                await self._mark(order, namespace, plan, granted)
+            if complete and (plan.inside_key is not None or order.pinned):
+                await self._mark(order, namespace, plan, parts)
         except BarrelError as error:
             self.actor.log.info("save.dropped", reason=order.reason.value, code=error.code)
             self.actor.count(saves_dropped=1)
@@ -226,8 +227,8 @@ class CacheClient:
         )  # fmt: skip
         if plan.inside_key is not None:
             return plan, []
-        start = plan.nodes[-1][1] if plan.nodes else 0
-        parent = plan.nodes[-1][0] if plan.nodes else None
+        kept = self._kept(plan, len(order.tokens))
+        parent, start = kept[-1][:2] if kept else (None, 0)
         digest = keys.start(namespace)
         digest.update(b"".join(pieces[:start]))
         parts: list[_Part] = []
@@ -244,6 +245,13 @@ class CacheClient:
             parts.append(_Part(node, a, b, 0, snapshot))
             parent = key
         return plan, parts
+
+    def _kept(self, plan: protocol.Planned, length: int) -> list[tuple[bytes, int, list[str]]]:
+        """The stored nodes that a save goes on from. Deterministic: those on the grid, unless all of it is stored: a tail
+        was computed for another prompt."""
+        if not self.deterministic or (plan.nodes and plan.nodes[-1][1] == length):
+            return plan.nodes
+        return list(itertools.takewhile(lambda node: node[1] % self.block_tokens == 0, plan.nodes))
 
     async def _size(self, order: SaveOrder, parts: list[_Part]) -> None:
         """Ask the engine for the size of each export; what is not whole any more, and all after it, is left off."""
@@ -351,11 +359,10 @@ class CacheClient:
         raise TierUnavailable("no writer is running")
 
     async def _mark(
-        self, order: SaveOrder, namespace: Namespace, plan: protocol.Planned, granted: Sequence[_Part]
+        self, order: SaveOrder, namespace: Namespace, plan: protocol.Planned, parts: Sequence[_Part]
     ) -> None:
-        node_key = plan.inside_key or (granted[-1].node.key if granted else plan.nodes[-1][0] if plan.nodes else None)
-        if node_key is None:
-            return
+        """Name the end of a save that is no node's end, or pin it."""
+        node_key = plan.inside_key or (parts[-1].node.key if parts else plan.nodes[-1][0])
         await self._index().call(
             protocol.AddMark(
                 namespace=namespace, key=self._key_at(order, namespace, len(order.tokens)), node_key=node_key,

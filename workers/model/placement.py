@@ -40,6 +40,7 @@ class Abilities:
     can_share: bool  # copy a prefix's cells between sequences
     can_cut: Callable[[int, int], bool]  # (sequence, length)
     min_reuse_tokens: int
+    grid_tokens: int = 1  # above 1: only what any prompt would have computed the same way, whole blocks of so many
 
 
 def place(
@@ -57,7 +58,8 @@ def place(
     if own is not None:
         if own.holds:
             return Placement(How.WAIT)
-        seam = _usable(own, find_seam(own.tokens, prompt, rendered), len(prompt), able)
+        seam = _reproducible(own, find_seam(own.tokens, prompt, rendered), len(prompt), able.grid_tokens)
+        seam = _usable(own, seam, len(prompt), able)
         if stored_tokens > seam.caller_tokens:
             return Placement(How.CLEAR, own.id, stored=True)
         if seam.caller_tokens >= able.min_reuse_tokens or seam.stored_tokens == len(own.tokens) > 0:
@@ -94,6 +96,17 @@ def _from_live(
     if source.use is Use.WARM and source.holds and other is None:
         return Placement(How.WAIT)
     return None
+
+
+def _reproducible(own: Sequence_, seam: Seam, prompt_tokens: int, grid_tokens: int) -> Seam:
+    """The seam, moved back to where the cells are those that a prompt would make which is computed from nothing.
+
+    Generated tokens were computed one by one, and so was a prompt's last one: those serve the identical prompt only.
+    """
+    if grid_tokens == 1 or seam.stored_tokens == own.prompt_tokens == prompt_tokens:
+        return seam
+    same = 0 if seam.retokenised else min(seam.stored_tokens, own.prompt_tokens - 1) // grid_tokens * grid_tokens
+    return Seam(same, same, False) if same > 0 else NO_SEAM
 
 
 def _usable(source: Sequence_, seam: Seam, prompt_tokens: int, able: Abilities) -> Seam:

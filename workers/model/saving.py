@@ -9,6 +9,17 @@ from barrel_inference.workers.model.sequences import Sequence_, Use
 from barrel_inference.workers.model.state import State
 
 
+def reproducible_tokens(length: int, prompt_tokens: int, block_tokens: int) -> int:
+    """How much of a sequence's first `length` tokens another prompt, or the same again, would compute bit for bit. Pure.
+
+    Whole blocks before the prompt's last token are computed in the same slices by every prompt that has them. The tail, with
+    the last token alone, is the identical prompt's only; on the grid it could not be told from a whole block.
+    """
+    if length >= prompt_tokens and prompt_tokens % block_tokens:
+        return prompt_tokens
+    return max(0, min(length, prompt_tokens - 1)) // block_tokens * block_tokens
+
+
 class Saver:
     """Orders saves. `reclaiming`: sequences that will be free once their evict save is over."""
 
@@ -22,11 +33,10 @@ class Saver:
         self, s: Sequence_, length: int, reason: SaveReason, *, job: Job | None = None, pinned: bool = False,
         on_published: Callable[[], None] | None = None,
     ) -> bool:  # fmt: skip
-        if (
-            not self._state.engine.info.cacheable
-            or not length
-            or (length <= s.saved_tokens and reason is SaveReason.SHUTDOWN)
-        ):
+        """Order a save, whatever was ordered before: the index knows what some tier holds. False: there is nothing to save."""
+        if self._state.limits.deterministic:
+            length = reproducible_tokens(length, s.prompt_tokens, self._state.limits.block_tokens)
+        if not self._state.engine.info.cacheable or not length:
             return False
         snapshots = dict(self._state.context.snapshots.get(s.id, {}))
         if self._state.engine.info.needs_snapshot and length not in snapshots:
@@ -86,6 +96,7 @@ class Saver:
                 self._state.context.clear(s)
 
     def snapshot_points(self, job: Job) -> tuple[int, ...]:
+        """Where the state is remembered while a prompt is computed, for models that resume only there."""
         if not self._state.engine.info.needs_snapshot or not self._state.engine.info.cacheable:
             return ()
         pin = job.spec.prefix_checkpoint_len or 0

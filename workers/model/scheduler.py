@@ -356,9 +356,8 @@ class Scheduler:
         s.use = Use.PINNED if job.spec.session_id and s.tokens else Use.WARM if s.tokens else Use.FREE
         if s.use is not Use.PINNED:
             s.session = None
-        n = min(len(s.tokens), job.prompt_tokens) if self.state.limits.deterministic else len(s.tokens)
-        if job.error is None and self.state.limits.policy.wants_finish(n):
-            self._saver.save(s, n, SaveReason.FINISH, job=job)
+        if job.error is None and self.state.limits.policy.wants_finish(len(s.tokens)):
+            self._saver.save(s, len(s.tokens), SaveReason.FINISH, job=job)
         context = tuple(s.tokens)
         self._saver.bound_warm()
         return context

@@ -31,6 +31,7 @@ class Sequence_:
     session: str | None = None
     used: int = 0  # logical time of the last use
     holds: int = 0
+    prompt_tokens: int = 0  # how many from the start were its last request's prompt: what follows was generated
     saved_tokens: int = 0  # how many from the start some tier holds or is about to
 
 

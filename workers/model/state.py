@@ -51,6 +51,7 @@ class State:
             can_share=not info.needs_snapshot and info.has_cells and not limits.deterministic,
             can_cut=engine.can_cut,
             min_reuse_tokens=limits.policy.min_reuse_tokens,
+            grid_tokens=limits.block_tokens if limits.deterministic else 1,
         )
         return cls(engine, limits, Context(engine), able)
 
