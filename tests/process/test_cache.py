@@ -144,7 +144,8 @@ def test_parent_key(client: Client, tier: str, live: bool) -> None:
     assert (more.cache_hit_kind, more.cache_delta.read, more.cache_delta.created) == ("partial", 12, 1)
     assert more.context_tokens == [*T12, 13]
     assert more.finish_key not in (None, parent.finish_key)
-    assert moved(client, before)["hits_resume"] == 1
+    news = moved(client, before)
+    assert news.get("hits_resume") == 1, news
     saved(client, more)
     forget(client, model)
     exact = client.complete(model, L12, parent_key=parent.finish_key, response_tokens=1)
