@@ -242,7 +242,7 @@ class ModelProcess:
             raise result
         return protocol.Vector(values=result)
 
-    async def _set_adapters(self, message: protocol.SetAdapters, _request: Request) -> protocol.AdapterList:
+    async def _set_adapters(self, message: protocol.SetAdapters, request: Request) -> protocol.AdapterList:
         """Wait until no request runs, end sessions with an evict save under the old namespace, then switch."""
 
         def change() -> bytes | BarrelError:
@@ -259,7 +259,7 @@ class ModelProcess:
             self.scheduler.post(self.scheduler.resume)
         if isinstance(result, BarrelError):
             raise result
-        self._changed()
+        request.cast(self._row())  # by the way of the answer: who has that finds the row up to date
         return protocol.AdapterList(adapters=list(self.adapters))
 
     async def _release_idle(self, _message: protocol.ReleaseIdle, _request: Request) -> protocol.Evicted:
