@@ -393,7 +393,7 @@ def test_systemd_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         manager.bind(f"{directory}/notify")
         manager.settimeout(DEADLINE_S)
         monkeypatch.setenv("NOTIFY_SOCKET", f"{directory}/notify")
-        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        monkeypatch.setenv("WATCHDOG_USEC", "4000000")
         tree = start(child("a"))
         tree.end()
         manager.setblocking(False)
