@@ -333,6 +333,7 @@ class Unload(Message, frozen=True):
     """Call: done when the shutdown save is over and the process is gone."""
 
     model_id: str
+    if_idle: bool = False  # True: refused (`overloaded`) while a request runs or waits
 
 
 class ModelRow(Message, frozen=True):

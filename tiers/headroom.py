@@ -14,6 +14,8 @@ MEMORY_SHARE = 0.5
 # Left alone at every moment: page tables, sockets, and what others allocate between our look and our use.
 RESERVE_BYTES = 32 * 1024 * 1024
 
+MACHINE = "machine"
+
 # Above the second nobody is killed, but every allocation is made to wait.
 _V2_LIMITS = ("memory.max", "memory.high")
 
@@ -22,7 +24,7 @@ _V2_LIMITS = ("memory.max", "memory.high")
 class Bound:
     """One thing that bounds the memory of this process."""
 
-    name: str  # "machine", or the control group's directory
+    name: str  # `MACHINE`, or the control group's directory
     used_bytes: int
     total_bytes: int
 
@@ -76,4 +78,4 @@ def _machine(meminfo: Path) -> Bound:
         total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except KeyError as missing:
         raise ValueError(f"{meminfo} has no {missing.args[0]}; Linux 3.14 or later is needed") from None
-    return Bound("machine", total - available, total)
+    return Bound(MACHINE, total - available, total)

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from barrel_inference import codec, protocol
 from barrel_inference.actor import Actor, Request
-from barrel_inference.errors import AlreadyLoaded, BarrelError, InvalidArgument, NotFound
+from barrel_inference.errors import AlreadyLoaded, BarrelError, InvalidArgument, NotFound, Overloaded
 from barrel_inference.protocol import ChildSpec, Loaded, LoadModel, LoadProgress, Ok
 from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
 from barrel_inference.transport import Unreachable, ipc_endpoint
@@ -47,8 +47,9 @@ class _Load:
 class Loader:
     """Answers `load_model` and `unload`."""
 
-    def __init__(self, actor: Actor, registry: Registry) -> None:
+    def __init__(self, actor: Actor, registry: Registry, is_busy: Callable[[str], bool]) -> None:
         self.actor = actor
+        self._is_busy = is_busy  # has a process, by its id, a request that it has not answered?
         self.registry = registry
         self.settings: dict[str, Any] = actor.boot.settings
         self._loads: dict[str, _Load] = {}
@@ -183,6 +184,8 @@ class Loader:
         name = message.model_id
         if not self.registry.is_known(name) or self.registry.is_leaving(name):
             raise self.registry.unknown(name)
+        if message.if_idle and self._is_busy(target_of(name)):
+            raise Overloaded(f"model {name!r} has requests under way", hint="try again when they have ended")
         self.registry.unload_began(name)
         try:
             await self.actor.supervisor.call(protocol.StopChild(id=target_of(name)), Ok)

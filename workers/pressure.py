@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from barrel_inference import actor as actors
 from barrel_inference import protocol
 from barrel_inference.actor import Actor, Request
-from barrel_inference.errors import BarrelError, InvalidArgument, NotSupported
+from barrel_inference.errors import BarrelError, InvalidArgument, NotFound, NotSupported, Overloaded
 from barrel_inference.protocol import Evicted, ModelRow, Phase, PressureReply
-from barrel_inference.workers.pressure_sources import Source, SourceFailed, open_source, stall_percent
+from barrel_inference.workers.pressure_sources import Source, SourceFailed, open_source
 from barrel_inference.workers.watermarks import Action, Next, Pass, Reading, Rules, watermarks
 
 # A source that takes longer than this hangs. Above what nvidia-smi may take.
@@ -35,7 +35,24 @@ class PressureProcess:
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        settings = actor.boot.settings["pressure"]
+        self._timer: asyncio.TimerHandle | None = None
+        self._take_settings()
+        self.reading = Reading(0, 0)
+        self.last_result: str | None = None
+        self.evicted_bytes_total = 0
+        self.models_unloaded_total = 0
+        self._sampling: asyncio.Future[Any] | None = None
+        self._turn = asyncio.Lock()
+        actor.on(protocol.PressureCommand, self.command)
+        actor.on_reconfigured(self._reconfigured)
+
+    async def serve(self, _actor: Actor) -> dict[str, Any]:
+        """Start the timer."""
+        self._tick()
+        return {}
+
+    def _take_settings(self) -> None:
+        settings = self._settings = self.actor.boot.settings["pressure"]
         self.enabled: bool = settings["enabled"]
         self.source_name: str = settings["pressure_source"]
         self.marks = watermarks(settings["high_watermark"], settings["low_watermark"])
@@ -43,25 +60,23 @@ class PressureProcess:
         self.evict_tiers: list[str] = settings["evict_tiers"]
         self.may_unload: bool = settings["unload_models_under_pressure"]
         self.interval_s: float = settings["interval_ms"] / 1000
-        self.reading = Reading(0, 0)
-        self.last_result: str | None = None
-        self.evicted_bytes_total = 0
-        self.models_unloaded_total = 0
         self._source: Source | None = None  # opened when it is first read
-        self._sampling: asyncio.Future[Any] | None = None
-        self._turn = asyncio.Lock()
-        actor.on(protocol.PressureCommand, self.command)
 
-    async def serve(self, actor: Actor) -> dict[str, Any]:
-        """Start the timer."""
-        actor.every(self.interval_s, self._tick)
-        self._tick()
-        return {}
+    def _reconfigured(self) -> None:
+        """What was set at run time holds until the configuration itself says something else."""
+        if self.actor.boot.settings["pressure"] != self._settings:
+            self._take_settings()
+            self._tick()
 
     def _tick(self) -> None:
-        """A pass, unless one is under way."""
-        if self.enabled and not self._turn.locked():
-            self.actor.spawn(self._check())
+        """A pass, unless one is under way or the poller is off; off, it does not even wake up."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.enabled:
+            self._timer = self.actor.loop.call_later(self.interval_s, self._tick)
+            if not self._turn.locked():
+                self.actor.spawn(self._check())
 
     # --- commands
 
@@ -79,6 +94,7 @@ class PressureProcess:
                 self._tick()
             case "disable":
                 self.enabled = False
+                self._tick()
             case "set_source":
                 await self._set_source(message.source)
             case "set_thresholds":
@@ -97,7 +113,7 @@ class PressureProcess:
             "used_bytes": self.reading.used_bytes, "total_bytes": self.reading.total_bytes,
             "ratio": self.reading.ratio, "high_watermark": self.marks.high, "low_watermark": self.marks.low,
             "last_result": self.last_result, "evicted_bytes_total": self.evicted_bytes_total,
-            "models_unloaded_total": self.models_unloaded_total, "stall_percent": stall_percent(),
+            "models_unloaded_total": self.models_unloaded_total, "stall_share": self.reading.stall_share,
         }  # fmt: skip
 
     async def _sample_now(self) -> None:
@@ -179,9 +195,7 @@ class PressureProcess:
     async def _pass(self) -> str:
         """Read and act until the pass ends; why it did."""
         reading = await self._read()
-        assert self._source is not None
-        may_evict = bool(self.evict_tiers) and not self._source.is_gpu
-        run = Pass(Rules(self.marks, self.min_evict_bytes, may_evict, self.may_unload))
+        run = Pass(Rules(self.marks, self.min_evict_bytes, bool(self.evict_tiers), self.may_unload))
         step = run.begin(reading)
         while step.action is not Action.END:
             freed = await self._do(step)
@@ -225,14 +239,19 @@ class PressureProcess:
         return freed
 
     async def _unload(self) -> int:
-        """Unload one model; 0 when none is idle.
+        """Unload one model that is still idle; 0 when none is.
 
         Through the router, not by the supervisor's `StopChild`: new requests are refused while it saves, and observers
         are told that it was unloaded, not that it failed.
         """
-        for row in (await self._idle_models())[:1]:
-            # Its shutdown save has a deadline of its own.
-            await self.actor.peer("router").call(protocol.Unload(model_id=row.model_id), protocol.Ok)
+        for row in await self._idle_models():
+            message = protocol.Unload(model_id=row.model_id, if_idle=True)
+            try:
+                await self.actor.peer("router").call(
+                    message, protocol.Ok
+                )  # its shutdown save has a deadline of its own
+            except (NotFound, Overloaded):  # unloaded by somebody else, or a request has come in
+                continue
             self.models_unloaded_total += 1
             self.actor.log.warning("pressure.unloaded", model_id=row.model_id, ratio=round(self.reading.ratio, 4))
             return 1

@@ -2,18 +2,21 @@
 
 * `noop`        nothing is ever used.
 * `system`      main memory: the fullest of the machine and the control groups with a limit that this process is in.
-  The RAM tier and the files of ram_file count there as what they are, shared memory; page cache does not count.
-* `nvidia_smi`  the fullest GPU, by NVML, or by the program `nvidia-smi` where NVML cannot be used.
+  The RAM tier and the files of ram_file count there as what they are, shared memory; page cache does not count. With it
+  comes the kernel's own account of tasks that wait for memory (PSI).
+* `nvidia_smi`  the fullest GPU, or part of a divided one, by NVML, or by the program `nvidia-smi` where NVML cannot be used;
+  the system's reading where GPUs have no memory of their own.
 * `module:NAME` an importable module with `sample() -> (used_bytes, total_bytes)`.
 
 A source may block, as drivers do: sample it in a thread.
 """
 
+import contextlib
 import importlib
 import re
 import subprocess
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,6 @@ SMI_COMMAND = ("nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=c
 
 _NAME = re.compile(r"noop|system|nvidia_smi|module:[A-Za-z_][\w.]*")
 _MIB = 1 << 20
-_STALL = Path("/proc/pressure/memory")
 
 
 class SourceFailed(Exception):
@@ -39,11 +41,6 @@ class Source:
 
     name: str
     sample: Callable[[], Reading]  # raises `SourceFailed`; may block
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether it reads memory that evicting from the host's tiers cannot free."""
-        return self.name == "nvidia_smi"
 
 
 def open_source(name: str) -> Source:
@@ -64,37 +61,59 @@ def open_source(name: str) -> Source:
 # --- system -------------------------------------------------------------------------------------------------------------
 
 
-def system_reading() -> Reading:
-    """Main memory as the next allocation will find it."""
-    return fullest(Reading(bound.used_bytes, bound.total_bytes) for bound in headroom.bounds())
+def system_reading(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Reading:
+    """Main memory as the next allocation will find it; the roots are arguments for tests."""
+    bounds = headroom.bounds(proc, cgroups)
+    fullest_bound = fullest(Reading(bound.used_bytes, bound.total_bytes) for bound in bounds)
+    files = [proc / "pressure/memory"]
+    files += [Path(bound.name) / "memory.pressure" for bound in bounds if bound.name != headroom.MACHINE]
+    return replace(fullest_bound, stall_share=max(map(stall_share, files)))
 
 
-def stall_percent() -> float | None:
-    """Share of the last 10 s in which some task waited for memory (Linux PSI); None where the kernel does not say."""
+def stall_share(file: Path) -> float:
+    """The part of the last 10 s in which every task waited for memory; 0 where the kernel keeps no account."""
     try:
-        text = _STALL.read_text()
+        found = re.search(r"^full avg10=([\d.]+)", file.read_text(), re.MULTILINE)
     except OSError:
-        return None
-    found = re.search(r"^some avg10=([\d.]+)", text, re.MULTILINE)
-    return float(found[1]) if found else None
+        return 0.0
+    return float(found[1]) / 100 if found else 0.0
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What one GPU, or one part of a divided one, tells. Neither a reading nor a reason: it has no memory of its own."""
+
+    reading: Reading | None = None
+    reason: str = ""
+
+
 def gpu_reading() -> Reading:
     """The fullest GPU: one that is full stops the model on it, however empty the others are."""
     try:
-        readings = nvml_readings()
+        gpus = nvml_gpus()
     except SourceFailed as unusable:
         try:
-            readings = smi_readings()
+            gpus = smi_gpus()
         except SourceFailed as failed:
             raise SourceFailed(f"NVML: {unusable}; {failed}") from None
-    return fullest(readings)
+    return worst_of(gpus)
 
 
-def nvml_readings() -> list[Reading]:
+def worst_of(gpus: Sequence[Gpu]) -> Reading:
+    """The reading that counts; raises `SourceFailed` when none does."""
+    readings = [gpu.reading for gpu in gpus if gpu.reading is not None]
+    if readings:
+        return replace(fullest(readings), is_gpu=True)
+    reasons = sorted({gpu.reason for gpu in gpus if gpu.reason})
+    if reasons or not gpus:
+        raise SourceFailed(f"no GPU tells its memory: {'; '.join(reasons) or 'there is none'}")
+    return system_reading()
+
+
+def nvml_gpus() -> list[Gpu]:
     """Each GPU by NVML."""
     import pynvml  # here: loads the driver's library, and only this source needs it
 
@@ -103,30 +122,39 @@ def nvml_readings() -> list[Reading]:
     except pynvml.NVMLError as error:
         raise SourceFailed(str(error)) from None
     try:
-        readings = [
-            reading
-            for number in range(pynvml.nvmlDeviceGetCount())
-            if (reading := _nvml_reading(pynvml, number)) is not None
-        ]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        return [_nvml_gpu(pynvml, part) for handle in handles for part in _nvml_parts(pynvml, handle)]
     except pynvml.NVMLError as error:
         raise SourceFailed(str(error)) from None
     finally:
         pynvml.nvmlShutdown()
-    if not readings:
-        raise SourceFailed("no GPU tells its memory")
-    return readings
 
 
-def _nvml_reading(nvml: Any, number: int) -> Reading | None:
-    """One GPU. One that was split (MIG) tells the memory of the whole, or nothing when we may use a part only."""
+def _nvml_parts(nvml: Any, handle: Any) -> list[Any]:
+    """The parts that a GPU is divided into (MIG), which fill up one by one; else the GPU."""
+    parts = []
     try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(number))
-    except nvml.NVMLError:
-        return None
-    return Reading(int(memory.used), int(memory.total)) if memory.total else None
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            return [handle]
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError_NotFound):  # a number that is not in use
+                parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+    except nvml.NVMLError:  # it cannot be divided, or we may not ask
+        pass
+    return parts or [handle]
 
 
-def smi_readings(timeout_s: float = SMI_TIMEOUT_S) -> list[Reading]:
+def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError_NotSupported:
+        return Gpu()
+    except nvml.NVMLError as error:
+        return Gpu(reason=str(error))
+    return Gpu(Reading(int(memory.used), int(memory.total))) if memory.total else Gpu(reason="a total of 0")
+
+
+def smi_gpus(timeout_s: float = SMI_TIMEOUT_S) -> list[Gpu]:
     """Each GPU by `nvidia-smi`, which is killed when its driver hangs."""
     try:
         done = subprocess.run(
@@ -141,21 +169,24 @@ def smi_readings(timeout_s: float = SMI_TIMEOUT_S) -> list[Reading]:
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace").strip()
         raise SourceFailed(f"nvidia-smi ended with {done.returncode}: {said[:200]}")
-    readings = parse_smi(done.stdout.decode(errors="replace"))
-    if not readings:
-        raise SourceFailed("nvidia-smi tells no GPU's memory")
-    return readings
+    return parse_smi(done.stdout.decode(errors="replace"))
 
 
-def parse_smi(text: str) -> list[Reading]:
-    """One reading per line `used, total` in MiB; lines with [N/A] and the like are left out. Pure."""
-    found = []
-    for line in text.splitlines():
-        if numbers := re.fullmatch(r"\s*(\d+)(?: MiB)?\s*,\s*(\d+)(?: MiB)?\s*", line):
-            used, total = (int(number) * _MIB for number in numbers.groups())
-            if total:
-                found.append(Reading(used, total))
-    return found
+def parse_smi(text: str) -> list[Gpu]:
+    """One GPU per line `used, total` in MiB. Pure.
+
+    One without memory of its own has [N/A] or [Not Supported] twice; a divided one, or one that is not ours to ask about,
+    has another word in brackets, or one number only.
+    """
+    gpus = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if (numbers := re.fullmatch(r"(\d+)(?: MiB)?\s*,\s*(\d+)(?: MiB)?", line)) and int(numbers[2]):
+            gpus.append(Gpu(Reading(int(numbers[1]) * _MIB, int(numbers[2]) * _MIB)))
+        elif re.fullmatch(r"\[?(N/A|Not Supported)\]?\s*,\s*\[?(N/A|Not Supported)\]?", line):
+            gpus.append(Gpu())
+        else:
+            gpus.append(Gpu(reason=line[:100]))
+    return gpus
 
 
 # --- a module -----------------------------------------------------------------------------------------------------------

@@ -308,6 +308,10 @@ class PendingTable:
                 del self._by_client[client]
         return removed
 
+    def has_target(self, target: str) -> bool:
+        """Does a process have a call that it has not answered?"""
+        return any(pending.target == target for own in self._by_client.values() for pending in own.values())
+
     def find(self, request_id: str, tenant: str) -> list[Pending]:
         """The calls of a tenant with this id, whichever of its clients made them."""
         found = [own[request_id] for own in self._by_client.values() if request_id in own]

@@ -68,7 +68,7 @@ class Router:
         self.actor = actor
         self.pending = PendingTable()
         self.registry = Registry()
-        self.loader = Loader(actor, self.registry)
+        self.loader = Loader(actor, self.registry, self.pending.has_target)
         self.observers = Observers(actor, self.registry)
         self._computing = 0
         self._uncounted_restarts = 0

@@ -13,6 +13,12 @@ from barrel_inference.errors import InvalidArgument
 # So many steps in a row that free something without lowering the reading end a pass: more would empty the cache in vain.
 FUTILE_STEPS = 2
 
+# A step evicts no more than this part of the total, or the configured minimum: what is freed in vain is little.
+STEP_SHARE = 1 / 32
+
+# When every task waited for memory for so much of the last seconds, it is short whatever the byte counts say.
+STALLED_SHARE = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -20,6 +26,8 @@ class Reading:
 
     used_bytes: int
     total_bytes: int
+    stall_share: float = 0.0  # of the last 10 s: every task waited for memory
+    is_gpu: bool = False  # memory that evicting from the host's tiers cannot free
 
     @property
     def ratio(self) -> float:
@@ -85,18 +93,25 @@ class Pass:
         self._last = Reading(0, 0)
         self._futile = 0
         self._released = False
+        self._is_brief = False
 
     def begin(self, reading: Reading) -> Next:
         """The first step, or the end when nothing is to be done."""
         self._last = reading
         if reading.ratio < self._rules.marks.high:
-            return Next(Action.END, result="below_high")
-        return self._evict(reading) if self._rules.may_evict else self._without_cache()
+            if reading.stall_share < STALLED_SHARE or not self._can_evict(reading):
+                return Next(Action.END, result="below_high")
+            # One small step a pass: that tasks wait does not say how much is missing.
+            self._is_brief = True
+            return Next(Action.EVICT, size_bytes=max(self._rules.min_evict_bytes, 1))
+        return self._evict(reading) if self._can_evict(reading) else self._without_cache(reading)
 
     def after(self, done: Next, reading: Reading, freed: int) -> Next:
         """The step after `done`, which freed so much (bytes, sequences, models; 0 = there was nothing)."""
         lowered = reading.used_bytes < self._last.used_bytes
         self._last = reading
+        if self._is_brief:
+            return Next(Action.END, result="stalled" if freed else "exhausted")
         if reading.ratio <= self._rules.marks.low:
             return Next(Action.END, result="relieved")
         # Freed sequences are cells of a context that stays allocated: the reading need not see them.
@@ -107,18 +122,22 @@ class Pass:
         if done.action is Action.UNLOAD and not freed:
             return Next(Action.END, result="exhausted")
         # What a release or an unload has saved into the cache can be evicted now.
-        if self._rules.may_evict and freed:
+        if self._can_evict(reading) and freed:
             return self._evict(reading)
-        return self._without_cache()
+        return self._without_cache(reading)
+
+    def _can_evict(self, reading: Reading) -> bool:
+        return self._rules.may_evict and not reading.is_gpu
 
     def _evict(self, reading: Reading) -> Next:
-        low_bytes = int(self._rules.marks.low * reading.total_bytes)
-        return Next(Action.EVICT, size_bytes=max(self._rules.min_evict_bytes, reading.used_bytes - low_bytes, 1))
+        needed = reading.used_bytes - int(self._rules.marks.low * reading.total_bytes)
+        step = min(needed, math.ceil(STEP_SHARE * reading.total_bytes))
+        return Next(Action.EVICT, size_bytes=max(self._rules.min_evict_bytes, step, 1))
 
-    def _without_cache(self) -> Next:
+    def _without_cache(self, reading: Reading) -> Next:
         if not self._rules.may_unload:
             return Next(Action.END, result="exhausted")
-        if not self._released:
+        if not self._released and not reading.is_gpu:  # a GPU's cells stay allocated until the model is unloaded
             self._released = True
             return Next(Action.RELEASE)
         return Next(Action.UNLOAD)

@@ -167,6 +167,10 @@ class Tree:
             if self._socket.poll(10):
                 self._serve()
 
+    def tell(self, child_id: str, message: Message) -> None:
+        """Cast to a child, as its supervisor."""
+        self._tell(self.children[child_id], message)
+
     def close(self) -> None:
         """End everything."""
         for child in self.children.values():

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from barrel_inference import Client, InvalidArgument, NoSession, NotFound, NotSupported, Runtime
+from barrel_inference import Client, InvalidArgument, NoSession, NotFound, NotSupported, Runtime, config
+from barrel_inference.protocol import PressureCommand, PressureReply, Reconfigured
 from barrel_inference.results import StreamEvent
 from tests.process import caching
+from tests.process.harness import Caller, Tree
 from tests.process.killing import wait_for
 
 # Answers from a file of the test: fixed figures, or the bytes of the RAM tier, or so much per model, asked of the runtime itself.
@@ -174,6 +176,33 @@ def test_the_switch(world: World) -> None:
     world.client.pressure.check()  # waits for a pass under way
     world.read(1, 100)
     assert world.client.pressure.status().used_bytes != 1
+
+
+def test_a_reload_is_taken_up() -> None:
+    """A changed `[pressure]` holds at once; what was set at run time holds until then."""
+
+    def settings(**pressure: object) -> dict[str, Any]:
+        tables = {"pressure": {"pressure_source": "noop", "interval_ms": 10, **pressure}}
+        return config.dump(config.settings_from(config.lay_over(tables)))
+
+    tree = Tree(settings())
+    try:
+        tree.start("barrel_inference.workers.pressure", "pressure")
+        client = Caller(tree, "client")
+
+        def ask(command: str, high: float | None = None, low: float | None = None) -> dict[str, Any]:
+            message = PressureCommand(command=command, high=high, low=low)
+            return client.call("pressure", message, PressureReply).status
+
+        ask("set_thresholds", 0.5, 0.4)
+        tree.tell("pressure", Reconfigured(settings=settings()))
+        assert ask("status")["high_watermark"] == 0.5
+        tree.tell("pressure", Reconfigured(settings=settings(enabled=True, high_watermark=0.9)))
+        tree.until(lambda: ask("status")["last_result"] == "below_high")
+        status = ask("status")
+        assert (status["enabled"], status["high_watermark"], status["low_watermark"]) == (True, 0.9, 0.75)
+    finally:
+        tree.close()
 
 
 def test_wrong_commands_change_nothing(world: World) -> None:

@@ -249,3 +249,18 @@ def test_recent_requests(plain: PlainClient, client: Client) -> None:
         client.complete("quick", f"7 8 {number}", response_tokens=number + 1)
     wait_for(lambda: [row["completion_tokens"] for row in client.recent_requests(2)] == [2, 1])
     assert all("reply" not in row and "prompt" not in row for row in client.recent_requests())
+
+
+def test_unload_only_if_idle(plain: PlainClient, client: Client) -> None:
+    """An unload on the condition that nothing is under way is refused while the router waits for any answer of the model."""
+    client.load_model("any", "kept", backend="stub", model_opts={"step_ms": 50}, context_opts={"n_ctx": 50_000})
+    with client.stream("kept", "go", response_tokens=40_000) as stream:
+        next(stream)
+        plain.call("router", "unload", {"model_id": "kept", "if_idle": True})
+        kind, body = plain.answer()
+        assert (kind, body["code"]) == ("error", "overloaded")
+        assert next(stream).kind == "token", "the request goes on"
+    wait_for(lambda: client.queue_depth("kept") == 0)
+    plain.call("router", "unload", {"model_id": "kept", "if_idle": True})
+    assert plain.answer()[0] == "done"
+    assert "kept" not in {row.model_id for row in client.models()}

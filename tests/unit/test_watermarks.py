@@ -47,8 +47,9 @@ def test_below_high_nothing_happens() -> None:
 
 
 def test_at_high_enough_is_evicted_to_be_low() -> None:
-    """99 of 100 asks for the 24 down to 75, or for the minimum."""
-    assert Pass(rules()).begin(Reading(99, 100)) == Next(Action.EVICT, 24)
+    """A step asks for what is missing to be low, but for no more than a small part of the total, or the minimum."""
+    assert Pass(rules()).begin(Reading(99, 100)) == Next(Action.EVICT, 4)
+    assert Pass(Rules(Watermarks(0.85, 0.84), 0, True, False)).begin(Reading(85, 100)) == Next(Action.EVICT, 1)
     assert Pass(rules(minimum=50)).begin(Reading(85, 100)) == Next(Action.EVICT, 50)
 
 
@@ -56,9 +57,26 @@ def test_it_goes_on_until_low() -> None:
     """A step that was not enough is followed by one for the rest; at the low watermark it ends."""
     run = Pass(rules())
     step = run.begin(Reading(99, 100))
-    step = run.after(step, Reading(80, 100), 24)
-    assert step == Next(Action.EVICT, 5)
-    assert run.after(step, Reading(75, 100), 5) == Next(Action.END, result="relieved")
+    step = run.after(step, Reading(77, 100), 22)
+    assert step == Next(Action.EVICT, 2)
+    assert run.after(step, Reading(75, 100), 2) == Next(Action.END, result="relieved")
+
+
+def test_a_stall_costs_one_small_step_a_pass() -> None:
+    """While every task waits for memory, a low reading is not the end of the matter, and not the cache's end either."""
+    stalled = Reading(40, 100, stall_share=0.5)
+    run = Pass(rules(minimum=3))
+    step = run.begin(stalled)
+    assert step == Next(Action.EVICT, 3)
+    assert run.after(step, stalled, 3) == Next(Action.END, result="stalled")
+    assert Pass(rules(may_evict=False, may_unload=True)).begin(stalled).result == "below_high"
+
+
+def test_a_gpu_costs_models_and_no_rows() -> None:
+    """What a GPU holds is freed by unloading alone, whatever may be evicted."""
+    full = Reading(99, 100, is_gpu=True)
+    assert Pass(rules()).begin(full).result == "exhausted"
+    assert Pass(rules(may_unload=True)).begin(full).action is Action.UNLOAD
 
 
 def test_two_steps_without_effect_end_it() -> None:
@@ -98,7 +116,7 @@ def test_models_come_last() -> None:
 
 
 def test_without_tiers_models_come_at_once() -> None:
-    """A GPU's source never evicts; without leave to unload there is nothing that it could do."""
+    """With nothing to evict from, and without leave to unload, there is nothing that it could do."""
     assert Pass(rules(may_evict=False)).begin(Reading(99, 100)).result == "exhausted"
     run = Pass(rules(may_evict=False, may_unload=True))
     step = run.begin(Reading(99, 100))
