@@ -381,9 +381,11 @@ def test_stop_while_streaming(tmp_path: Path, how: str, reader: str) -> None:
         client.load_model(
             "m", "m", backend="stub", tier="disk", policy=POLICY, context_opts={"n_ctx": 8192, "n_seq_max": 2}
         )
+        # On a busy machine the first lookup may come before the tier has told the index all its rows, and is a miss then.
+        wait_for(lambda: client.cache.dump(), "the index knows the rows")
         for context in contexts:
             found = client.complete("m", [*context, 1], response_tokens=1)
-            assert (found.hit_source, found.cache_delta.read) == ("disk", len(context))
+            assert (found.hit_source, found.cache_delta.read) == ("disk", len(context)), found.miss_reason
 
 
 # --- full and forbidden places ----------------------------------------------------------------------------------------
