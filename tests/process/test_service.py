@@ -104,7 +104,7 @@ def service() -> Iterator[Service]:
 def test_the_manager_is_told(service: Service) -> None:
     """The watchdog is fed before and after ready, the status says how many processes serve, and the stop is announced."""
     assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in service.heard)
-    assert service.hear("STATUS=") == "STATUS=5 of 5 processes serve, 0 of them models"
+    assert service.hear("STATUS=") == "STATUS=6 of 6 processes serve, 0 of them models"
     service.hear("WATCHDOG=1")
     assert service.end() == 0
     assert "STOPPING=1" in service.heard
@@ -119,7 +119,7 @@ def test_hangup_reloads(service: Service) -> None:
         assert service.hear("RELOADING=1")
         assert service.hear("MONOTONIC_USEC=").partition("=")[2].isdigit()
         service.hear("READY=1")
-        service.hear("STATUS=6 of 6 processes serve, 1 of them models")
+        service.hear("STATUS=7 of 7 processes serve, 1 of them models")
         assert client.complete("late", "hello", response_tokens=2).completion_tokens == 2
         after = client.processes()
     assert {name: pid for name, pid in after.items() if name != "model:late"} == before
