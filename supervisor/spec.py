@@ -30,8 +30,9 @@ def tree_of(settings: Settings) -> list[ChildSpec]:
     """Every child that a runtime with these (resolved) settings starts by itself, in start order."""
     return [
         ChildSpec(id="router", module="barrel_inference.workers.router", essential=True),
-        ChildSpec(id="index", module="barrel_inference.workers.index", essential=True),
         *(tier_child(name, tier) for name, tier in settings.tiers.items() if tier.enabled),
+        # After the tiers, so that it stops before them: at the end it tells them the recency, hits and pins to keep.
+        ChildSpec(id="index", module="barrel_inference.workers.index", essential=True),
         *(writer_child(number) for number in range(settings.writer.processes)),
         # Off by default, but there: it can be switched on while everything runs.
         ChildSpec(id="pressure", module="barrel_inference.workers.pressure", niceness=19),

@@ -19,7 +19,7 @@ def tree(*sets: str) -> list[ChildSpec]:
 def test_default_tree_in_start_order() -> None:
     """Who serves others starts before them; stop order is the reverse."""
     assert [child.id for child in tree()] == [
-        "router", "index", "tier:ram", "tier:ram_file", "tier:disk", "writer:0", "writer:1", "pressure",
+        "router", "tier:ram", "tier:ram_file", "tier:disk", "index", "writer:0", "writer:1", "pressure",
     ]  # fmt: skip
 
 
