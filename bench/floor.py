@@ -4,7 +4,9 @@ import ctypes
 import os
 import time
 
-os.environ.setdefault("GOMP_SPINCOUNT", "500")  # as our model processes have it
+from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
+
+os.environ |= MODEL_ENVIRONMENT  # as our model processes have it
 
 import llama_cpp.llama_cpp as L
 from workload import N_BATCH, N_CTX, THREADS

@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from workload import N_BATCH, N_CTX, THREADS, prompt
+from workload import N_BATCH, N_CTX, THREADS, prompt, rate_together
 
 from barrel_inference import Client, Completion, Runtime
 
@@ -54,23 +54,14 @@ def live(client: Client, model: str, tokens: list[int]) -> float:
 
 
 def decode_rate(client: Client, model: str, streams: int, tokens: int) -> float:
-    """Tokens per second of that many streams together, from the first token of the last to start to the end of the first."""
+    """Tokens per second of that many streams together, while all of them generate."""
 
-    def run(number: int) -> tuple[float, float, int]:
-        first_s = last_s = 0.0
-        count = 0
+    def run(number: int) -> list[float]:
         with client.stream(model, prompt(32, seed=10_000 + number), response_tokens=tokens) as stream:
-            for event in stream:
-                if event.token_ids:
-                    last_s = time.perf_counter()
-                    first_s = first_s or last_s
-                    count += len(event.token_ids)
-        return first_s, last_s, count
+            return [time.perf_counter() for event in stream for _ in event.token_ids]
 
     with ThreadPoolExecutor(streams) as pool:
-        runs = list(pool.map(run, range(streams)))
-    began_s, ended_s = min(first for first, _, _ in runs), max(last for _, last, _ in runs)
-    return (sum(count for _, _, count in runs) - streams) / (ended_s - began_s)
+        return rate_together(list(pool.map(run, range(streams))))
 
 
 def restart_first_token(state_dir: Path, tokens: list[int]) -> tuple[float, str | None]:

@@ -21,7 +21,7 @@ import ours
 import peer
 import report
 from floor import Floor
-from workload import N_CTX, Samples, prompt
+from workload import N_CTX, Samples, prompt, rate_together
 
 from barrel_inference import Client, Runtime
 from barrel_inference.workers.model.model_path import resolve
@@ -204,17 +204,12 @@ def _together(ask: Callable[[list[int]], object], prompts: list[list[int]]) -> f
 
 
 def _server_rate(server: peer.Server, streams: int, tokens: int) -> float:
-    def run(number: int) -> tuple[float, float]:
-        first_s = last_s = 0.0
-        for event in server.events(prompt(32, seed=10_000 + number), tokens, cache_prompt=False):
-            if event.get("tokens"):
-                last_s = time.perf_counter()
-                first_s = first_s or last_s
-        return first_s, last_s
+    def run(number: int) -> list[float]:
+        events = server.events(prompt(32, seed=10_000 + number), tokens, cache_prompt=False)
+        return [time.perf_counter() for event in events for _ in event.get("tokens", ())]
 
     with ThreadPoolExecutor(streams) as pool:
-        runs = list(pool.map(run, range(streams)))
-    return streams * (tokens - 1) / (max(last for _, last in runs) - min(first for first, _ in runs))
+        return rate_together(list(pool.map(run, range(streams))))
 
 
 _ECHO = """

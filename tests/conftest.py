@@ -2,9 +2,9 @@
 
 import os
 
-# Before anything loads llama.cpp: its threads spin at a barrier, which with a busy neighbour costs seconds a token.
-os.environ.setdefault("GOMP_SPINCOUNT", "500")
-os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
+
+os.environ |= MODEL_ENVIRONMENT  # before anything loads llama.cpp
 
 import tomllib
 from collections.abc import Mapping
