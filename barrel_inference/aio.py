@@ -4,7 +4,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -34,6 +34,12 @@ from barrel_inference.stream import AsyncStream
 from barrel_inference.workers.model import model_path as model_paths
 
 Adapters = Sequence[tuple[str | os.PathLike[str], float]]
+
+
+# Of a reply that is read as a whole; what has arrived counts when its model dies.
+WHOLE_REPLY_INTERVAL_MS = 250
+
+Options = TypeVar("Options", CompleteOptions, ContinueOptions)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -180,7 +186,7 @@ class AsyncClient:
 
     async def complete(self, model_id: str, prompt: Prompt, **options: Unpack[CompleteOptions]) -> Completion:
         """Generate; the whole reply."""
-        return await self._collect(self.stream(model_id, prompt, **options))
+        return await self._collect(self.stream(model_id, prompt, **_whole(options)))
 
     def stream_continue(
         self, model_id: str, suffix: Prompt, *, session_id: str, expect_committed: Sequence[int] | None = None,
@@ -198,7 +204,7 @@ class AsyncClient:
     ) -> Completion:  # fmt: skip
         """Append to a session and generate; the whole reply."""
         stream = self.stream_continue(
-            model_id, suffix, session_id=session_id, expect_committed=expect_committed, **options
+            model_id, suffix, session_id=session_id, expect_committed=expect_committed, **_whole(options)
         )
         return await self._collect(stream)
 
@@ -225,7 +231,7 @@ class AsyncClient:
         **options: Unpack[CompleteOptions],
     ) -> Completion:  # fmt: skip
         """Generate the next message of a chat; the whole reply."""
-        return await self._collect(self.stream_chat(model_id, messages, tools=tools, **options))
+        return await self._collect(self.stream_chat(model_id, messages, tools=tools, **_whole(options)))
 
     def _stream(
         self, model_id: str, mode: str, prompt: Prompt, options: Mapping[str, Any], *,
@@ -352,6 +358,11 @@ class AsyncClient:
         """Statistics of the last finished requests, newest first."""
         message = convert({"limit": limit}, protocol.RecentRequests)
         return (await self._link.call("router", message, protocol.RecentRows)).requests
+
+
+def _whole(options: Options) -> Options:
+    """The options for a reply that nobody reads piece by piece."""
+    return {"event_interval_ms": WHOLE_REPLY_INTERVAL_MS, **options}
 
 
 def load_options(model_path: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,10 @@ MAX_TEXT_BYTES = 64 * 1024 * 1024
 # Events a client is ready to take; it renews when half is used. Numbers: docs/explanation/messages.md
 CREDIT_EVENTS = 32
 
+# A reader sees 40 events per second as a steady flow; each one more would cost the model's cores wake-ups.
+EVENT_INTERVAL_MS = 25
+MAX_EVENT_INTERVAL_MS = 10_000
+
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -463,6 +467,8 @@ class Complete(Message, frozen=True):
     prefix_checkpoint_len: Count | None = None
     expect_committed: list[int] | None = None
     parse_special: bool = False
+    # Events come at least that far apart; text in between shares one.
+    event_interval_ms: Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_INTERVAL_MS)] = EVENT_INTERVAL_MS
     resume: Resume | None = None
 
     def __post_init__(self) -> None:

@@ -59,6 +59,7 @@ class LlamaEngine:
         self._in_use: list[tuple[bytes, float]] = []
         self._embedder: tuple[object, int] | None = None  # context and how many tokens it takes
         self._rows: frozenset[int] = frozenset()
+        self._logits_row = ctypes.c_float * info.n_vocab
         self._flag = ctypes.create_string_buffer(2)
         self._max_outputs = llama_load.max_outputs(options.context)
         self._batch = LlamaBatch(max(info.n_batch, 1))
@@ -111,10 +112,11 @@ class LlamaEngine:
             self.state.take_back(run.seq)
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """A copy of the logits of a row of the last decode call; the row has to have asked for them."""
+        """The logits of a row of the last decode call, valid until the next one; the row has to have asked for them."""
         assert row in self._rows, (row, self._rows)
-        pointer = L.llama_get_logits_ith(self._context, row)
-        return np.ctypeslib.as_array(pointer, shape=(self.info.n_vocab,)).copy()
+        address = ctypes.cast(L.llama_get_logits_ith(self._context, row), ctypes.c_void_p).value
+        assert address, row
+        return np.frombuffer(memoryview(self._logits_row.from_address(address)).cast("B"), np.float32)
 
     def interrupt(self) -> None:
         """See `Engine`; between two calls it does nothing."""

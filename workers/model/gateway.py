@@ -1,12 +1,11 @@
 """Between callers and the engine thread: requests in, events out. Runs on the I/O thread.
 
-Implements `Effects`: each method hops from the engine thread to the loop, all of one turn in one wake-up.
+Implements `Effects`: each method hops from the engine thread to the loop.
 """
 
 import asyncio
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from barrel_inference.workers.model.cache_client import CacheClient, SaveResult
 from barrel_inference.workers.model.effects import Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.job import Job, Stage, Times
+from barrel_inference.workers.model.outbox import Outbox
 from barrel_inference.workers.model.scheduler import Scheduler
 from barrel_inference.workers.model.stream import Stream
 from barrel_inference.workers.model.text import Markers, Piece, Scanner
@@ -89,8 +89,7 @@ class Gateway:
         self.last_used_unix_s = 0.0
         self.max_queue = 1024
         self.recorder = Recorder(path_of(actor.runtime_dir, actor.id))
-        self._outbox: deque[Callable[[], Any]] = deque()
-        self._wake_sent = False
+        self._outbox = Outbox(actor.loop, self._pump_streams)
         self._counted_prefilled = 0
         self._arriving: dict[str, Request] = {}  # being tokenised
         self._cancelled_early: set[str] = set()  # of those
@@ -139,7 +138,7 @@ class Gateway:
             except Unreachable:
                 self._cancel_job(request.id)
 
-        entry = _Open(request, job, Stream(send, request.credit, job.seed))
+        entry = _Open(request, job, Stream(send, request.credit, job.seed, spec.event_interval_ms / 1000))
         self.open[request.id] = entry
         if request.deadline_s is not None:
             left_s = max(0.0, request.deadline_s - time.monotonic())
@@ -256,7 +255,7 @@ class Gateway:
 
     def _credit(self, message: protocol.Credit, _request: Request) -> None:
         if (entry := self.open.get(message.request_id)) is not None:
-            entry.stream.grant(message.events)
+            entry.stream.grant(message.events, time.monotonic())
 
     def _gone(self, message: protocol.Gone, _request: Request) -> None:
         for request in self._requests():
@@ -298,20 +297,16 @@ class Gateway:
 
     # --- Effects: called on the engine thread
 
-    def _hop(self, action: Callable[[], Any]) -> None:
-        self._outbox.append(action)
-        if not self._wake_sent:
-            self._wake_sent = True
-            self.actor.loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._wake_sent = False
-        while self._outbox:
-            self._outbox.popleft()()
+    def _pump_streams(self) -> float:
+        """Send what is due; returns when the next stream that has begun may send again."""
+        now_s = time.monotonic()
+        for entry in list(self.open.values()):
+            entry.stream.pump(now_s)
+        return min((entry.stream.next_s for entry in self.open.values() if entry.stream.next_s), default=0.0)
 
     def resolve(self, job: Job) -> None:
         """Look a prompt up, then hand what was found to the scheduler."""
-        self._hop(lambda: self.actor.spawn(self._resolve(job)))
+        self._outbox.put(lambda: self.actor.spawn(self._resolve(job)))
 
     async def _resolve(self, job: Job) -> None:
         found = await self.cache.find(job)
@@ -319,11 +314,11 @@ class Gateway:
 
     def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
         """Drop the claim."""
-        self._hop(lambda: self.cache.check_in(found, used, corrupt))
+        self._outbox.put(lambda: self.cache.check_in(found, used, corrupt))
 
     def save(self, order: SaveOrder) -> None:
         """Store a prefix."""
-        self._hop(lambda: self._save(order))
+        self._outbox.put(lambda: self._save(order))
 
     def _save(self, order: SaveOrder) -> None:
         accepted: asyncio.Future[SaveResult] = self.actor.loop.create_future()
@@ -338,16 +333,18 @@ class Gateway:
 
     def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
         """Stream to the caller."""
-        self._hop(lambda: self._emit(job, pieces))
+        put = self._outbox.put_for_later if job.has_emitted else self._outbox.put
+        job.has_emitted = True
+        put(lambda: self._emit(job, pieces))
 
     def _emit(self, job: Job, pieces: Sequence[Piece]) -> None:
         entry = self.open.get(job.id)
         if entry is not None and entry.job is job:
-            entry.stream.push(pieces)
+            entry.stream.push(pieces, time.monotonic())
 
     def ended(self, job: Job, context: tuple[int, ...]) -> None:
         """The request is over."""
-        self._hop(lambda: self._begin_end(job, context))
+        self._outbox.put(lambda: self._begin_end(job, context))
 
     def _begin_end(self, job: Job, context: tuple[int, ...]) -> None:
         self._note(self._ending, self.actor.spawn(self._ended(job, context)))
@@ -362,7 +359,7 @@ class Gateway:
 
     def changed(self) -> None:
         """Observers' row has changed."""
-        self._hop(self.on_changed)
+        self._outbox.put(self.on_changed)
 
     def crashed(self, error: BaseException) -> None:
         """The engine thread has a bug."""
@@ -395,7 +392,7 @@ class Gateway:
             else:
                 entry.request.done(body)
 
-        entry.stream.end(finish)
+        entry.stream.end(finish, time.monotonic())
         if self.on_first_end is not None and job.error is None:
             self.on_first_end()
             self.on_first_end = None
@@ -440,7 +437,7 @@ class Gateway:
     async def close(self) -> None:
         """Stopping, and the engine has ended every request: let each caller have its end, whether it reads or not."""
         for entry in list(self.open.values()):
-            entry.stream.last_call()
+            entry.stream.last_call(time.monotonic())
         if self._ending:
             await asyncio.wait(self._ending, timeout=ACCEPT_DEADLINE_S)
         for entry in list(self.open.values()):  # the engine did not come to them in time

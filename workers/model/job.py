@@ -78,6 +78,7 @@ class Job:
     cold_saved: bool = False
     pin_saved: bool = False
     fresh_restore: tuple[tuple[bytes, str], ...] = ()  # copies restored from, until a decode has succeeded on them
+    has_emitted: bool = False  # something was handed to its stream
     logprobs: list[dict[str, object]] = field(default_factory=list)
 
     def begin_context(self, head: Sequence[int], rest: Sequence[int]) -> None:

@@ -73,7 +73,7 @@ def feed(engine: CheckedEngine, tokens: Sequence[int], position: int) -> npt.NDA
         end = min(start + step, last)
         engine.decode([Row(tokens[i], position + i, 0, False) for i in range(start, end)])
     engine.decode([Row(tokens[last], position + last, 0, True)])
-    return engine.logits(0)
+    return engine.logits(0).copy()
 
 
 def _exported(engine: CheckedEngine, start: int, end: int) -> bytearray | None:

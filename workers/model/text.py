@@ -47,6 +47,11 @@ class Piece:
     data: bytes
     token_ids: tuple[int, ...] = ()
 
+    @property
+    def ends_span(self) -> bool:
+        """Does it say that a span is closed? The caller counts these."""
+        return self.kind in _CLOSED_BY.values()
+
 
 def unfinished_utf8(data: bytes) -> int:
     """How many bytes at the end could be the beginning of a character."""
@@ -84,7 +89,7 @@ def undelivered(pieces: Sequence[Piece], data_bytes: int, span_ends: int) -> lis
     """What is left of a reply's pieces after their first `data_bytes` bytes and `span_ends` ends of spans."""
     left: list[Piece] = []
     for piece in pieces:
-        if piece.kind in _CLOSED_BY.values():
+        if piece.ends_span:
             if span_ends:
                 span_ends -= 1
             else:
