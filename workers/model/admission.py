@@ -21,6 +21,10 @@ RESTORE_BUDGET_S = 0.005
 # A read that takes longer leaves room for commands: a cancel, another request.
 READ_WAIT_S = 0.02
 
+# A preempted request starts again when so many cells would be left: the others are to grow for a while before it is in their
+# way again.
+RESUME_ROOM_TOKENS = 64
+
 
 class Admission:
     """First come, first served; nobody overtakes a request that waits for a sequence."""
@@ -38,16 +42,43 @@ class Admission:
         others = [*self._state.running.values(), *(j for j in self._state.waiting if j.stage is not Stage.QUEUED)]
         if others and (self._state.limits.deterministic or job.is_suspect or any(other.is_suspect for other in others)):
             return False
+        if others and job.preempted and not self._has_room([job, *others]):
+            return False
         under_way = sum(j.stage in (Stage.RESOLVING, Stage.PLACING) for j in self._state.waiting)
         if job.spec.session_id and self._state.table.of_session(job.spec.session_id, job.salt):
             return True
         return under_way < self._state.table.available()
 
-    def is_due(self, job: Job) -> bool:
-        """Would another turn move this waiting request? Everything else that could is announced by a command."""
-        if job.stage is Stage.QUEUED:
-            return not self.paused and self.could_start(job)
-        return job.stage is Stage.PLACING and self._decide(job).how not in (How.WAIT, How.FOLLOW)
+    def _has_room(self, jobs: list[Job]) -> bool:
+        """Do they all fit for a while? Cells that several share are counted for each of them."""
+        wanted = sum(max(len(job.tokens), len(job.prompt) + len(job.generated)) for job in jobs)
+        return wanted + RESUME_ROOM_TOKENS <= self._state.engine.info.n_cells
+
+    def due(self) -> Job | None:
+        """The waiting request that can be moved on now; None: each waits for something that a command will announce.
+
+        Requests start in the order of arrival, and none overtakes one that waits for a sequence. But who has started goes on
+        whoever is queued before it: a preempted request stands there and may be waiting for it.
+        """
+        may_start = not self.paused
+        for job in self._state.waiting:
+            if job.stage is Stage.QUEUED:
+                if may_start and self.could_start(job):
+                    return job
+                may_start = False
+            elif job.stage is Stage.PLACING:
+                how = self._next_move(job)
+                if how not in (How.WAIT, How.FOLLOW):
+                    return job
+                if how is How.WAIT:
+                    return None
+        return None
+
+    def _next_move(self, job: Job) -> How:
+        company = self._company(job)
+        if company:
+            return How.RECLAIM if any(s.use is Use.PINNED or not s.holds for s in company) else How.WAIT
+        return self._decide(job).how
 
     def resolved(self, job: Job, found: Found) -> None:
         """The index has answered for a waiting request."""
@@ -59,22 +90,21 @@ class Admission:
         job.stage = Stage.PLACING
 
     def place_waiting(self) -> None:
-        """Start what can start, in the order of arrival."""
-        for job in list(self._state.waiting):
+        """Move on what can be moved on."""
+        while (job := self.due()) is not None:
             if job.stage is Stage.QUEUED:
-                if self.paused or not self.could_start(job):
-                    break  # first come, first served
-                job.times.admitted_s = time.monotonic()
-                job.stage = Stage.RESOLVING
-                if self._lookup_is_useless(job):
-                    cacheable = self._state.engine.info.cacheable
-                    self.resolved(job, Found(miss_reason=None if cacheable else "memory_kind"))
-                else:
-                    self._effects.resolve(job)
-            if job.stage is Stage.PLACING:
+                self._start(job)
+            else:
                 self._place(job)
-                if job.stage is Stage.PLACING and self._decide(job).how is not How.FOLLOW:
-                    break  # it waits for a sequence: nobody overtakes it
+
+    def _start(self, job: Job) -> None:
+        job.times.admitted_s = time.monotonic()
+        job.stage = Stage.RESOLVING
+        if self._lookup_is_useless(job):
+            cacheable = self._state.engine.info.cacheable
+            self.resolved(job, Found(miss_reason=None if cacheable else "memory_kind"))
+        else:
+            self._effects.resolve(job)
 
     def _lookup_is_useless(self, job: Job) -> bool:
         if not self._state.engine.info.cacheable or job.spec.mode == "continue":
@@ -98,15 +128,14 @@ class Admission:
         )
 
     def _place(self, job: Job) -> None:
-        if self._state.limits.deterministic and not self._stand_alone(job):
+        if company := self._company(job):
+            self._send_away(company)
             return
         decision = self._decide(job)
-        if decision.how in (How.WAIT, How.FOLLOW):
-            return
         if decision.how is How.RECLAIM:
             own = self._state.table.oldest_pinned()
-            if own is not None:
-                self._saver.reclaim(own)
+            assert own is not None
+            self._saver.reclaim(own)
             return
         assert decision.target is not None
         self._state.waiting.remove(job)
@@ -114,19 +143,19 @@ class Admission:
         self._occupy(job, decision, found)
         self._effects.changed()
 
-    def _stand_alone(self, job: Job) -> bool:
-        """Deterministic: no other sequence holds cells while one computes. False: an idle one is being saved first."""
+    def _company(self, job: Job) -> list[Sequence_]:
+        """Deterministic: the idle sequences that hold cells, which none may while another computes."""
+        if not self._state.limits.deterministic:
+            return []
         own = self._state.table.of_session(job.spec.session_id, job.salt) if job.spec.session_id else None
-        for s in self._state.table.sequences:
-            if s is own or not s.tokens or s.use is Use.BUSY:
-                continue
+        return [s for s in self._state.table.sequences if s is not own and s.tokens and s.use is not Use.BUSY]
+
+    def _send_away(self, company: list[Sequence_]) -> None:
+        for s in company:
             if s.use is Use.PINNED:
                 self._saver.reclaim(s)
-                return False
-            if s.holds:
-                return False
-            self._state.context.clear(s)
-        return True
+            elif not s.holds:
+                self._state.context.clear(s)
 
     def _occupy(self, job: Job, decision: Placement, found: Found) -> None:
         """Give a request its sequence, with what the sequence is to hold of the prompt already."""

@@ -75,6 +75,7 @@ class Job:
     finish_reason: str | None = None
     error: BarrelError | None = None
     cancelled: bool = False
+    preempted: bool = False  # cells ran out once, and it gave its own up for the others
     cold_saved: bool = False
     pin_saved: bool = False
     fresh_restore: tuple[tuple[bytes, str], ...] = ()  # copies restored from, until a decode has succeeded on them

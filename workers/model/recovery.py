@@ -57,7 +57,7 @@ class Recovery:
         session = s.session
         s.session, s.use = None, Use.WARM
         self._saver.save(s, len(s.tokens), SaveReason.EVICT, job=job)
-        job.seq, job.stage = None, Stage.QUEUED
+        job.seq, job.stage, job.preempted = None, Stage.QUEUED, True
         self._state.waiting.insert(0, job)
         self._effects.rests(job)
         if session and job.spec.session_id:

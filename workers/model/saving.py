@@ -21,12 +21,12 @@ def reproducible_tokens(length: int, prompt_tokens: int, block_tokens: int) -> i
 
 
 class Saver:
-    """Orders saves. `reclaiming`: sequences that will be free once their evict save is over."""
+    """Orders saves."""
 
     def __init__(self, state: State, effects: Effects) -> None:
         self._state = state
         self._effects = effects
-        self.reclaiming: set[int] = set()
+        self._reclaims = 0  # evict saves of idle sessions under way
         self._when_reclaimed: list[Callable[[], None]] = []
 
     def save(
@@ -63,26 +63,23 @@ class Saver:
             self.save(s, boundary, SaveReason.COLD, job=job)
 
     def reclaim(self, own: Sequence_) -> None:
-        """Save an idle session, then free its sequence."""
-        if own.id in self.reclaiming:
-            return
-        self.reclaiming.add(own.id)
-        if own.session is not None:
-            own.session = None
-        own.use = Use.WARM
+        """End an idle session: save it, then free its sequence, unless a request has taken that by then."""
+        own.session, own.use = None, Use.WARM
+        used = own.used
+        self._reclaims += 1
 
-        def freed() -> None:
-            self.reclaiming.discard(own.id)
-            if own.use is Use.WARM and not own.holds:
+        def over() -> None:
+            self._reclaims -= 1
+            if own.use is Use.WARM and own.used == used and not own.holds:
                 self._state.context.clear(own)
             self._effects.changed()
-            if not self.reclaiming:
+            if not self._reclaims:
                 waiting, self._when_reclaimed = self._when_reclaimed, []
                 for function in waiting:
                     function()
 
-        if not self.save(own, len(own.tokens), SaveReason.EVICT, on_published=freed):
-            freed()
+        if not self.save(own, len(own.tokens), SaveReason.EVICT, on_published=over):
+            over()
 
     def bound_warm(self) -> None:
         """Idle cells slow every token of the others: keep at most `warm_cells` of them."""
@@ -105,7 +102,7 @@ class Saver:
 
     def after_reclaim(self, then: Callable[[], None]) -> None:
         """Run `then` once no sequence is being reclaimed."""
-        if self.reclaiming:
+        if self._reclaims:
             self._when_reclaimed.append(then)
         else:
             then()

@@ -280,7 +280,7 @@ class Scheduler:
             return True
         if self._when_idle and self._is_idle():
             return True
-        return any(self._admission.is_due(job) for job in self.state.waiting)
+        return self._admission.due() is not None
 
     def _do_chores(self) -> None:
         end_s = time.perf_counter() + CHORE_BUDGET_S
