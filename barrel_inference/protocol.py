@@ -22,6 +22,9 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 80 * 1024 * 1024
 MAX_TEXT_BYTES = 64 * 1024 * 1024
 
+# Alternatives per token. All of a large vocabulary, for every token of a reply, would fill the memory of model and client.
+MAX_LOGPROBS = 100
+
 # Events a client is ready to take; it renews when half is used. Numbers: docs/explanation/messages.md
 CREDIT_EVENTS = 32
 
@@ -435,7 +438,7 @@ class Sampling(Message, frozen=True):
     grammar: str | None = None
     json_schema: str | None = None  # JSON text
     logit_bias: dict[int, float] = {}
-    logprobs: Count = 0  # alternatives per token in the result; 0 = none
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] = 0  # alternatives per token in the result; 0 = none
 
 
 class Resume(Message, frozen=True):

@@ -56,7 +56,7 @@ class Fuzzer:
         cls = protocol.CALLS[verb][0] if is_call else protocol.CASTS[verb]
         header = Header(
             protocol.VERSION, Kind.CALL if is_call else Kind.CAST, verb, f"f{self.rng.randrange(10**6)}",
-            deadline_ms=self.rng.choice((0, 1, 100)), credit=self.rng.choice((0, 1, 32, 2**40)),
+            deadline_ms=self.rng.choice((0, 1, 100, 2**62)), credit=self.rng.choice((0, 1, 32, 2**40)),
         )  # fmt: skip
         raw_header = codec.encode(header)
         body = self._body(cls)

@@ -1,8 +1,10 @@
 """Bad messages on every socket, floods, and clients that vanish or do not read: nobody dies, everybody else is served."""
 
+import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from barrel_inference.protocol import Header, Kind
 from tests.process.fuzzing import Fuzzer
 from tests.process.killing import POLICY, descriptors, wait_for
 
-FRAMES = int(os.environ.get("BARREL_FUZZ_FRAMES", "4000"))
+FRAMES = int(os.environ.get("BARREL_FUZZ_FRAMES", "4000"))  # to the front door; a quarter to each other socket
 SEED = int(os.environ.get("BARREL_FUZZ_SEED", "1"))
 SETTINGS: dict[str, Any] = {
     "tiers": {"ram": {"quota_bytes": "16MiB"}, "ram_file": {"quota_bytes": "16MiB"}, "disk": {"quota_bytes": "16MiB"}},
@@ -23,6 +25,8 @@ SETTINGS: dict[str, Any] = {
     "limits": {"max_requests_per_client": 64, "max_requests": 256},
 }  # fmt: skip
 PROMPT = list(range(1, 40))
+# A process may grow by this much while it is fuzzed: what its allocator keeps, its caches, and its queues at their limits.
+GROWTH_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +37,12 @@ def runtime() -> Iterator[Runtime]:
 
 
 @pytest.fixture(scope="module")
-def client(runtime: Runtime) -> Iterator[Client]:
-    """A client that behaves, with a model `m`."""
+def client(runtime: Runtime, tiny_models: Mapping[str, Path]) -> Iterator[Client]:
+    """A client that behaves, with a model `m`, and a real one, `real`."""
     with runtime.client(timeout_s=60.0) as made:
         made.load_model("m", "m", backend="stub", tier="disk", policy=POLICY, context_opts={"n_seq_max": 4})
+        context = {"n_seq_max": 4, "n_ctx": 256, "kv_cells": 512, "n_threads": 1}
+        made.load_model(tiny_models["dense"], "real", tier="ram", policy=POLICY, context_opts=context)
         yield made
 
 
@@ -78,19 +84,74 @@ def send_all(path: Path, fuzzer: Fuzzer, count: int, *, as_client: bool) -> int:
             answers += 1
 
 
+@contextlib.contextmanager
+def served(runtime: Runtime, client: Client) -> Iterator[None]:
+    """Meanwhile somebody else asks, one request after the other, and gets the answer; no process grows without bound."""
+    before = {name: rss_bytes(pid) for name, pid in runtime.processes().items()}
+    reply = client.complete("m", PROMPT, response_tokens=4).generated
+    over = threading.Event()
+
+    def ask() -> int:
+        count = 0
+        while not over.is_set():
+            assert client.complete("m", PROMPT, response_tokens=4, deadline_s=60.0).generated == reply
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            yield
+        finally:
+            over.set()
+        assert asked.result() > 0
+    grown = {name: rss_bytes(pid) - before[name] for name, pid in runtime.processes().items()}
+    assert max(grown.values()) < GROWTH_BYTES, grown
+
+
 def test_fuzzed_clients(runtime: Runtime, client: Client) -> None:
     """Random and mutated messages of a client, for every target: errors for answers, nothing else."""
     fuzzer = Fuzzer(SEED, list(runtime.processes()))
-    assert send_all(runtime.runtime_dir / "router", fuzzer, FRAMES, as_client=True) > 0
+    with served(runtime, client):
+        assert send_all(runtime.runtime_dir / "router", fuzzer, FRAMES, as_client=True) > 0
 
 
 @pytest.mark.parametrize(
-    "process", ["router", "index", "tier:ram", "tier:ram_file", "tier:disk", "writer:0", "model:m", "supervisor"]
-)
-def test_fuzzed_sockets(runtime: Runtime, process: str) -> None:
+    "process",
+    ["router", "index", "tier:ram", "tier:ram_file", "tier:disk", "writer:0", "pressure", "model:m", "model:real",
+     "supervisor"],
+)  # fmt: skip
+def test_fuzzed_sockets(runtime: Runtime, client: Client, process: str) -> None:
     """The same on each process's own socket, where only our processes should be."""
     fuzzer = Fuzzer(SEED + 1, list(runtime.processes()))
-    send_all(runtime.runtime_dir / process, fuzzer, FRAMES // 4, as_client=False)
+    with served(runtime, client):
+        send_all(runtime.runtime_dir / process, fuzzer, FRAMES // 4, as_client=False)
+
+
+FORGED: dict[str, protocol.Complete] = {
+    "a delivered token that no vocabulary has": protocol.Complete(
+        prompt=[1, 2, 3], resume=protocol.Resume(attempt=1, token_ids=[2**33], text_bytes=0, seed=1)
+    ),
+    "more delivered tokens than were asked for": protocol.Complete(
+        prompt=[1, 2, 3], response_tokens=2, resume=protocol.Resume(attempt=1, token_ids=[1] * 3, text_bytes=0, seed=1)
+    ),
+    "more alternatives than there are tokens": protocol.Complete(
+        prompt=[1, 2, 3], response_tokens=2, sampling=protocol.Sampling(logprobs=2**40)
+    ),
+}
+
+
+@pytest.mark.parametrize("model", ["m", "real"])
+@pytest.mark.parametrize("what", FORGED)
+def test_requests_no_client_of_ours_sends(runtime: Runtime, what: str, model: str) -> None:
+    """A request that would make a model compute for ever, or with tokens that it does not have, is refused."""
+    header = Header(protocol.VERSION, Kind.CALL, "complete", "forged")
+    with zmq.Context() as context, dealer(context, runtime.runtime_dir / "router") as raw:
+        raw.send_multipart([f"model:{model}".encode(), codec.encode(header), codec.encode(FORGED[what])])
+        assert raw.poll(30_000)
+        _, raw_header, body = raw.recv_multipart()
+    assert codec.decode_header(raw_header).kind is Kind.ERROR
+    assert codec.decode(body, protocol.ErrorBody).code in ("invalid_argument", "protocol_error")
 
 
 def test_fuzzed_arena_sockets(runtime: Runtime) -> None:

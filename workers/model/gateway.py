@@ -203,10 +203,13 @@ class Gateway:
         """Refuse what no model can read: nothing, or ids outside the vocabulary."""
         if not tokens:
             raise InvalidArgument("the prompt is empty", hint="send at least one token")
+        self._check_ids("prompt", tokens)
+
+    def _check_ids(self, name: str, tokens: list[int]) -> None:
         n_vocab = self.engine.info.n_vocab
         wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
         if wrong is not None:
-            raise InvalidArgument(f"prompt has token id {wrong}, the vocabulary has {n_vocab}")
+            raise InvalidArgument(f"{name} has token id {wrong}, the vocabulary has {n_vocab}")
 
     async def tokens_of(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text that may fit the context; larger ones are refused before they are tokenised."""
@@ -238,11 +241,15 @@ class Gateway:
         limit = (
             0 if spec.mode == "prefill" else room if spec.response_tokens is None else min(room, spec.response_tokens)
         )
+        delivered = list(resume.token_ids) if resume else []
+        self._check_ids("resume", delivered)
+        if len(delivered) > limit:
+            raise InvalidArgument(f"resume has {len(delivered)} tokens, no more than {limit} can have been delivered")
         return Job(
             id=request.id, spec=spec, prompt=prompt, salt=salt,
             seed=secrets.randbits(32) if seed is None else seed,
             limit_tokens=limit, scanner=scanner, times=Times(time.monotonic()),
-            attempt=resume.attempt if resume else 0, generated=list(resume.token_ids) if resume else [],
+            attempt=resume.attempt if resume else 0, generated=delivered,
         )  # fmt: skip
 
     def _cancel(self, message: protocol.Cancel, _request: Request) -> None:

@@ -21,9 +21,9 @@ def extend(job: Job, table: SequenceTable, n_ctx: int) -> BarrelError | None:
         )  # fmt: skip
     tokens = [*own.tokens, *job.prompt]
     room = n_ctx - len(tokens)
-    if room < 1:
+    if room < max(1, len(job.generated)):
         return ContextOverflow(
-            f"session and suffix have {len(tokens)} tokens, n_ctx is {n_ctx}",
+            f"session and suffix have {len(tokens) + len(job.generated)} tokens, n_ctx is {n_ctx}",
             hint="start a new session with a shorter prompt",
         )
     job.prompt = tokens
