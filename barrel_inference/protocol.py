@@ -644,6 +644,7 @@ class Lookup(Message, frozen=True):
     text: bytes  # the rendered bytes of the prompt
     parent_key: Key | None = None
     wait_ms: Count = 0  # for an in-flight save of `parent_key`
+    live_tokens: Count = 0  # what the caller has of the prompt; a save of no more is not waited for
 
 
 class MatchedNode(Message, frozen=True):
@@ -738,8 +739,18 @@ class Grants(Message, frozen=True):
     grants: list[Grant]
 
 
+class Handed(Message, frozen=True):
+    """Cast by a writer that was handed an image: from here on its save does not need the model any more."""
+
+    token: int
+    writer: str
+
+
 class CheckReservation(Message, frozen=True):
-    """Call by a writer before it links: is the token still ours? `not_found` if not."""
+    """Call by a writer before it links: is the token still ours? `not_found` if not.
+
+    A token of an index that has died is good: whether its place is, the tier says at the publication.
+    """
 
     token: int
 
@@ -790,7 +801,7 @@ class Dump(Message, frozen=True):
     """Call: rows of the index (nodes and marks), newest use first."""
 
     limit: int = 0  # 0 = all
-    tier: str | None = None
+    tier: str | None = None  # a kind, or a server's id
 
 
 class DumpRow(Message, frozen=True):
@@ -846,11 +857,11 @@ class CacheStatsReply(Message, frozen=True):
 
 
 class Evict(Message, frozen=True):
-    """Call: free at least `bytes` (None: everything unpinned and unclaimed) from the tiers named (None: all)."""
+    """Call: free at least `bytes` (None: everything unpinned and unclaimed), the least valuable rows first, from the tiers
+    named by kind or by their server's id (None: all)."""
 
     bytes: int | None = None
     tiers: list[str] | None = None
-    server: str | None = None
 
 
 class Evicted(Message, frozen=True):
@@ -1054,6 +1065,7 @@ CASTS: dict[str, type[Message]] = {
     "gone": Gone,
     "thread_share": ThreadShare,
     "check_in": CheckIn,
+    "handed": Handed,
     "abort": Abort,
     "counted": Counted,
     "free": Free,

@@ -5,13 +5,14 @@ waits: what has to be done at a tier comes back as `Changes`.
 """
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from barrel_inference.protocol import Location, MatchedNode, Namespace, NewNode, StoredRow, Tier
 from barrel_inference.tiers import key as keys
-from barrel_inference.tiers.eviction import hits_now
+from barrel_inference.tiers.eviction import hits_now, merged
 from barrel_inference.tiers.lookup import Found, look_up
 from barrel_inference.tiers.prefix_tree import Mark, Node, Step
 from barrel_inference.tiers.reservations import Reservation, Reservations
@@ -193,8 +194,9 @@ class Catalog:
         return node.key in spare or self.reservations.has_below(node.key)
 
     def _evict_one(self, node: Node, server: str, changes: Changes, now_s: float) -> None:
-        dropped = Changes(evicted=1)
+        dropped = Changes()
         self.stored.drop_copy(node, server, dropped, now_s)
+        dropped.evicted = sum(map(len, dropped.deletes.values()))  # what it took along has gone as well
         changes.add(self._settled(dropped))
 
     def reserve(self, reservation: Reservation) -> None:
@@ -275,16 +277,18 @@ class Catalog:
         return self._settled(changes)
 
     def evict(self, servers: list[str], size_bytes: int | None, now_s: float) -> Changes:
-        """Take copies out until so many bytes are freed (None: everything unpinned and unclaimed)."""
+        """Take copies out until so many bytes are freed, the least valuable of all these servers first (None: everything
+        unpinned and unclaimed)."""
         changes = Changes()
-        for server in servers:
-            if server not in self.stored.victims or (size_bytes is not None and changes.dropped_bytes >= size_bytes):
-                continue
-            changes.add(self._settled(self.stored.drop_orphans(server)) if size_bytes is None else Changes())
-            for node in self.stored.victims[server].take(now_s, lambda n: self._is_spared(n, frozenset())):
-                self._evict_one(node, server, changes, now_s)
-                if size_bytes is not None and changes.dropped_bytes >= size_bytes:
-                    break
+        wanted_bytes = math.inf if size_bytes is None else size_bytes
+        orders = [self.stored.victims[server] for server in servers if server in self.stored.victims]
+        for server, node in merged(orders, now_s, lambda n: self._is_spared(n, frozenset())):
+            if changes.dropped_bytes >= wanted_bytes:
+                break
+            self._evict_one(node, server, changes, now_s)
+        for order in orders:  # what nobody can find at present, but may again when its tier is back
+            if changes.dropped_bytes < wanted_bytes:
+                changes.add(self._settled(self.stored.drop_orphans(order.server)))
         return changes
 
     def release_owner(self, owner: str, incarnation: int) -> list[Reservation]:
@@ -293,6 +297,13 @@ class Catalog:
             if (found.owner, found.owner_incarnation) == (owner, incarnation):
                 self.release(claim)
         return self.reservations.of(owner, incarnation)
+
+    def handed(self, token: int, writer: tuple[str, int], *, owner_is_up: bool) -> None:
+        """A writer has the image: if the owner is down, the promise is the writer's from now on."""
+        if (reservation := self.reservations.by_token.get(token)) is not None:
+            reservation.writer = writer
+            if not owner_is_up:
+                reservation.owner, reservation.owner_incarnation = writer
 
     def expired(self, before_s: float) -> list[Reservation]:
         """Promises that are so old that nobody will fill them any more."""

@@ -7,7 +7,8 @@ lately. The lowest goes first. Wall-clock seconds: they only order evictions, an
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from operator import itemgetter
 
 from barrel_inference.tiers.prefix_tree import Node
 
@@ -47,7 +48,9 @@ class Victims:
         """A copy may have become a candidate."""
         heapq.heappush(self._heap, self._entry(node, now_s))
 
-    def take(self, now_s: float, is_spared: Callable[[Node], bool], *, pinned_last: bool = False) -> Iterator[Node]:
+    def take(
+        self, now_s: float, is_spared: Callable[[Node], bool], *, pinned_last: bool = False
+    ) -> Generator[Node, None, None]:
         """Candidates, lowest score first, each at most once; what is spared, pinned or claimed stays in the order.
 
         The caller takes the copy of each that it accepts away, and stops when it has enough.
@@ -100,3 +103,23 @@ class Victims:
 
     def _entry(self, node: Node, now_s: float) -> tuple[float, int, Node]:
         return score(node, now_s), next(self._count), node
+
+
+def merged(orders: Iterable[Victims], now_s: float, is_spared: Callable[[Node], bool]) -> Iterator[tuple[str, Node]]:
+    """The candidates of several servers in one order: which server's copy goes next, lowest score first.
+
+    The caller takes each copy away before it asks for the next.
+    """
+    takes = [(order.server, order.take(now_s, is_spared)) for order in orders]
+    try:
+        for _score, server, node in heapq.merge(*(_scored(*one, now_s) for one in takes), key=itemgetter(0)):
+            if server in node.copies:  # it may have gone along with what it went on from, on another server
+                yield server, node
+    finally:
+        for _server, take in takes:
+            take.close()
+
+
+def _scored(server: str, take: Iterator[Node], now_s: float) -> Iterator[tuple[float, str, Node]]:
+    for node in take:
+        yield score(node, now_s), server, node

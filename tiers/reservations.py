@@ -53,6 +53,7 @@ class Reservation:
     made_s: float = 0.0
     location: Location | None = None
     published: bool = False  # its bytes are complete, but its parent's are not yet
+    writer: tuple[str, int] | None = None  # who has the image and can finish without the owner
 
     @property
     def end_tokens(self) -> int:

@@ -13,15 +13,16 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from barrel_inference import protocol
 from barrel_inference.actor import Actor, Request, run
-from barrel_inference.errors import NotFound, ProtocolError
+from barrel_inference.errors import InvalidArgument, NotFound
 from barrel_inference.protocol import Location, Tier
 from barrel_inference.tiers.catalog import Catalog
 from barrel_inference.tiers.prefix_tree import Mark
+from barrel_inference.tiers.reservations import Reservation
 from barrel_inference.tiers.stored import Changes
 from barrel_inference.workers import index_rows
 from barrel_inference.workers.index_errands import Errands
@@ -35,8 +36,8 @@ TOUCH_S = 2.0
 DRAIN_S = 1.0  # for a tier to take the last of it
 # A row that was found before its parent: the parent may still be on its way.
 ORPHAN_S = 10.0
-# After a model's death its writer may still be finishing from its own mapping.
-LATE_WRITE_S = 10.0
+# After a model's death an image may still be on its way to a writer, which can finish it from its own mapping.
+HAND_OVER_S = 1.0
 # No save takes so long; who was promised the room has forgotten it.
 RESERVATION_S = 300.0
 EXPIRE_EVERY_S = 15.0
@@ -61,9 +62,8 @@ class IndexProcess:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.errands = Errands(actor, self.catalog, self.counters)
         self.rooms = Rooms(actor, self.catalog, self.counters, self.errands)
-        self._expected = {
-            f"tier:{name}" for name, tier in actor.boot.settings.get("tiers", {}).items() if tier.get("enabled", True)
-        }
+        self._tiers: dict[str, Any] = actor.boot.settings.get("tiers", {})
+        self._expected = {f"tier:{name}" for name, tier in self._tiers.items() if tier.get("enabled", True)}
         self._replayed = asyncio.Event()
         self._landed: dict[tuple[str, int, str], asyncio.Event] = {}  # by the place that somebody waits for
         self._touch_soon = False
@@ -72,6 +72,7 @@ class IndexProcess:
         on(protocol.CheckIn, self.check_in)
         on(protocol.SavePlan, self.save_plan)
         on(protocol.Reserve, self.reserve)
+        on(protocol.Handed, self.handed)
         on(protocol.CheckReservation, self.check_reservation)
         on(protocol.Publish, self.publish)
         on(protocol.Abort, self.abort)
@@ -102,8 +103,9 @@ class IndexProcess:
         if not self._replayed.is_set() and time.monotonic() < self._waits_until_s:
             await _within(self._replayed.wait(), REBUILD_WAIT_S)
         parent_key = message.parent_key
-        if parent_key is not None and message.wait_ms and parent_key in self.catalog.reservations.by_key:
-            await _within(self.errands.settled(parent_key).wait(), message.wait_ms / 1000)
+        coming = self.catalog.reservations.by_key.get(parent_key) if parent_key is not None else None
+        if coming is not None and message.wait_ms and coming.end_tokens > message.live_tokens:
+            await _within(self.errands.settled(coming.node.key).wait(), message.wait_ms / 1000)
         began_ns = time.perf_counter_ns()
         found = self.catalog.lookup(message.namespace, message.text, parent_key)
         self.counters["longest_prefix_probes"] += found.via != "exact"
@@ -151,9 +153,17 @@ class IndexProcess:
         """Places for nodes, root first."""
         return await self.rooms.reserve(message, request, self._owner(message.model_id))
 
+    def handed(self, message: protocol.Handed, _request: Request) -> None:
+        """A writer has an image."""
+        reservation = self.catalog.reservations.by_token.get(message.token)
+        writer = self.actor.peers.get(message.writer)
+        if reservation is not None and writer is not None:
+            owner_is_up = self._is_up((reservation.owner, reservation.owner_incarnation))
+            self.catalog.handed(message.token, (writer.id, writer.incarnation), owner_is_up=owner_is_up)
+
     def check_reservation(self, message: protocol.CheckReservation, _request: Request) -> protocol.Ok:
         """Is a writer's token still good?"""
-        if message.token not in self.catalog.reservations.by_token:
+        if message.token >> 32 == self._epoch and message.token not in self.catalog.reservations.by_token:
             raise NotFound(f"no reservation {message.token}")
         return protocol.Ok()
 
@@ -209,18 +219,24 @@ class IndexProcess:
 
     async def evict(self, message: protocol.Evict, _request: Request) -> protocol.Evicted:
         """Free bytes now, and give memory back to the system."""
-        if message.server is not None:
-            servers = [message.server]
-        else:
-            kinds = set(message.tiers) if message.tiers is not None else {tier.value for tier in Tier}
-            if unknown := kinds - {tier.value for tier in Tier}:
-                raise ProtocolError(f"tiers: {sorted(unknown)} are no tiers", hint="use ram, ram_file, disk")
-            servers = [one.server for one in self.catalog.stored.accounts.values() if one.kind.value in kinds]
-        changes = self.catalog.evict(servers, message.bytes, time.time())
+        changes = self.catalog.evict(self._servers(message.tiers), message.bytes, time.time())
         evicted = protocol.Evicted(rows=changes.evicted, bytes=changes.dropped_bytes)
         for deletion in self.errands.carry_out(changes, give_back=True):
             await deletion
         return evicted
+
+    def _servers(self, tiers: Iterable[str] | None) -> list[str]:
+        """The servers that are up of these tiers, each named by its kind or its id; None = all."""
+        accounts = self.catalog.stored.accounts.values()
+        if tiers is None:
+            return [account.server for account in accounts]
+        named = set(tiers)
+        known = {tier.value for tier in Tier} | {f"tier:{name}" for name in self._tiers}
+        if unknown := named - known:
+            raise InvalidArgument(
+                f"no tier is called {', '.join(sorted(unknown))}", hint=f"use {', '.join(sorted(known))}"
+            )
+        return [account.server for account in accounts if not named.isdisjoint((account.server, account.kind.value))]
 
     # --- tiers and deaths
 
@@ -263,6 +279,8 @@ class IndexProcess:
         """A complete image that no reservation led to."""
         location = message.row.location
         changes = self.catalog.restore_row(message.row, time.time())
+        if location.server in self.catalog.stored.accounts:  # nobody had reserved its bytes
+            changes.add(self.catalog.make_room(location.server, 0, time.time())[1])
         is_refused = location in changes.deletes.get(location.server, [])
         if is_refused:
             changes.deletes[location.server].remove(location)  # the tier deletes it when it hears no
@@ -292,11 +310,25 @@ class IndexProcess:
         if account is not None and account.incarnation == down.incarnation:
             self.errands.carry_out(self.catalog.close_tier(down.id))
             return
-        for reservation in self.catalog.release_owner(down.id, down.incarnation):
-            if reservation.location is not None and reservation.location.name:
-                self.actor.loop.call_later(LATE_WRITE_S, self.errands.abort, [reservation])
+        left = self.catalog.release_owner(down.id, down.incarnation)
+        on_their_way = []
+        for reservation in left:
+            if reservation.writer is not None and self._is_up(reservation.writer):
+                self.catalog.handed(reservation.token, reservation.writer, owner_is_up=False)
+            elif reservation.location is not None and reservation.location.name and down.id.startswith("model:"):
+                on_their_way.append(reservation)
             else:
                 self.errands.abort([reservation])
+        if on_their_way:
+            self.actor.loop.call_later(HAND_OVER_S, self._give_up, on_their_way, (down.id, down.incarnation))
+
+    def _give_up(self, reservations: list[Reservation], owner: tuple[str, int]) -> None:
+        """Nobody was handed what a dead model had begun to save."""
+        self.errands.abort(r for r in reservations if (r.owner, r.owner_incarnation) == owner)
+
+    def _is_up(self, process: tuple[str, int]) -> bool:
+        peer = self.actor.peers.get(process[0])
+        return peer is not None and peer.incarnation == process[1]
 
     def _expire(self) -> None:
         self.errands.abort(self.catalog.expired(time.monotonic() - RESERVATION_S))
@@ -347,15 +379,15 @@ class IndexProcess:
 
     def dump(self, message: protocol.Dump, _request: Request) -> protocol.DumpRows:
         """The rows, last use first, then those that are being written."""
-        kinds = {one.server: one.kind for one in self.catalog.stored.accounts.values()}
+        accounts = self.catalog.stored.accounts
+        kinds = {server: accounts[server].kind for server in self._servers([message.tier] if message.tier else None)}
         rows: list[protocol.DumpRow] = []
         # With a tier named, its rows may all lie behind those of others.
         for node in self.catalog.latest(0 if message.tier else message.limit):
             rows += index_rows.rows_of(node, kinds, time.time())
         for reservation in self.catalog.reservations.by_token.values():
-            rows.append(index_rows.writing_row(reservation, kinds[reservation.server]))
-        if message.tier:
-            rows = [row for row in rows if row.tier == message.tier]
+            if reservation.server in kinds:
+                rows.append(index_rows.writing_row(reservation, kinds[reservation.server]))
         return protocol.DumpRows(rows=rows[: message.limit] if message.limit else rows)
 
     def stats(self, _message: protocol.CacheStats, _request: Request) -> protocol.CacheStatsReply:
@@ -369,7 +401,7 @@ class IndexProcess:
             for a in stored.accounts.values()
         ]  # fmt: skip
         for server in sorted(self._expected - stored.accounts.keys()):
-            tier = self.actor.boot.settings["tiers"][server.removeprefix("tier:")]
+            tier = self._tiers[server.removeprefix("tier:")]
             tiers.append(
                 protocol.TierStats(
                     server=server, kind=tier.get("kind", server.removeprefix("tier:")),

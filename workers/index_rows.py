@@ -23,12 +23,14 @@ def touch_of(node: Node, location: Location) -> protocol.Touch:
 
 
 def rows_of(node: Node, kinds: Mapping[str, Tier], now_s: float) -> list[protocol.DumpRow]:
-    """The rows of a node: each copy, and the marks in each."""
+    """The rows of a node: each copy on the servers in `kinds`, and the marks in each."""
     words = b" ".join(node.text.split(maxsplit=FIRST_WORDS)[:FIRST_WORDS]).decode(errors="replace")
     age_s = max(0.0, now_s - node.last_used_unix_s)
     start_bytes = node.text_end - len(node.text)
     rows = []
     for location in node.copies.values():
+        if location.server not in kinds:
+            continue
 
         def row(
             key: bytes, tokens: int, text_bytes: int, reason: SaveReason, pinned: bool, size_bytes: int,

@@ -212,13 +212,9 @@ class PressureProcess:
                 return await self._unload()
 
     async def _evict(self, size_bytes: int) -> int:
-        """Free so many bytes of the tiers, in the order of the configuration; how many it were."""
-        freed = 0
-        for name in self.evict_tiers:
-            if freed >= size_bytes:
-                break
-            message = protocol.Evict(bytes=size_bytes - freed, server=f"tier:{name}")
-            freed += (await self.actor.peer("index").call(message, Evicted, deadline_s=EVICT_DEADLINE_S)).bytes
+        """Free so many bytes of the configured tiers; how many it were."""
+        message = protocol.Evict(bytes=size_bytes, tiers=[f"tier:{name}" for name in self.evict_tiers])
+        freed = (await self.actor.peer("index").call(message, Evicted, deadline_s=EVICT_DEADLINE_S)).bytes
         self.evicted_bytes_total += freed
         self.actor.log.info("pressure.evicted", wanted_bytes=size_bytes, freed_bytes=freed)
         return freed

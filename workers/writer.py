@@ -82,18 +82,29 @@ class WriterProcess:
         """Publish one image."""
         if message.location.name != names.file_name(message.key):
             raise InvalidArgument(f"file name {message.location.name!r} is not that of key {message.key.hex()}")
+        self.actor.cast("index", protocol.Handed(token=message.token, writer=self.actor.id))
+        # Now, not when its turn comes: its model may be gone by then.
+        mapped = self.actor.loop.run_in_executor(None, self._map, message)
         async with self._turn:
             try:
-                return await self._publish(message)
+                return await self._publish(message, await mapped)
             except Lost as lost:
                 self.actor.log.warning("write.failed", server=message.location.server, reason=str(lost))
                 self.actor.cast("index", protocol.Abort(tokens=[message.token], reason="failed"))
                 return protocol.Written(published=False)
 
-    async def _publish(self, message: protocol.Write) -> protocol.Written:
+    def _map(self, message: protocol.Write) -> memoryview:
+        """The image in its model's memory, which stays as long as somebody looks at it."""
+        try:
+            mapping = self.mappings.get(message.owner, message.owner_incarnation)
+            return mapping.view(message.offset, message.size_bytes)
+        except ArenaGone as error:
+            raise Lost(f"staging: {error}") from error
+
+    async def _publish(self, message: protocol.Write, view: memoryview) -> protocol.Written:
         loop = self.actor.loop
         temp = names.temp_name(message.key, os.getpid(), message.token)
-        tokens = await loop.run_in_executor(self.thread, self._stage_temp, message, temp)
+        tokens = await loop.run_in_executor(self.thread, self._stage_temp, message, temp, view)
         try:
             await self.actor.peer("index").call(
                 protocol.CheckReservation(token=message.token), protocol.Ok, deadline_s=INDEX_DEADLINE_S
@@ -121,15 +132,13 @@ class WriterProcess:
             self.actor.count(bytes_written_disk=message.size_bytes)
         return protocol.Written(published=True, adopted=outcome.adopted)
 
-    def _stage_temp(self, message: protocol.Write, temp: str) -> bytes:
+    def _stage_temp(self, message: protocol.Write, temp: str, view: memoryview) -> bytes:
         """Stages 1 to 3; the image's token ids."""
         try:
-            mapping = self.mappings.get(message.owner, message.owner_incarnation)
-            view = mapping.view(message.offset, message.size_bytes)
             tokens = kvc.open_image(view, message.key).meta.token_ids
             write_temp(message, temp, view)
             kvc.open_image(view, message.key)  # its model did not give the slab to another image meanwhile
-        except (ArenaGone, CorruptImage) as error:
+        except CorruptImage as error:
             remove_temp(message, temp)
             raise Lost(f"staging: {error}") from error
         except OSError as error:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from barrel_inference import protocol
-from barrel_inference.errors import NotFound, ProtocolError
+from barrel_inference.errors import InvalidArgument, NotFound
 from barrel_inference.protocol import (
     AddMark,
     CheckIn,
@@ -228,6 +228,29 @@ def test_the_dead_let_go(cache: Cache) -> None:
     cache.tree.until(lambda: cache.reserved_bytes(RAM) == 0 and [row.refcount for row in cache.rows()] == [0])
 
 
+def test_a_dead_models_writes(cache: Cache) -> None:
+    """After a model's death what a writer has is still promised, as long as that one lives; all else is given back soon."""
+    grants = [cache.reserve(new(b"", text))[0] for text in (b"ab", b"cd", b"ef", b"gh")]
+    assert cache.reserved_bytes(DISK) == 4 * IMAGE_BYTES
+    for name in ("writer:0", "writer:1"):
+        cache.tree.pretend(name)
+    for grant, name in ((grants[0], "writer:0"), (grants[1], "writer:1")):
+        cache.model.cast("index", protocol.Handed(token=grant.token, writer=name))
+    cache.rows()  # the casts have arrived
+    cache.tree.bury("model:m")
+    cache.model.cast("index", protocol.Handed(token=grants[2].token, writer="writer:0"))  # it was on its way
+    cache.tree.until(lambda: cache.reserved_bytes(DISK) == 3 * IMAGE_BYTES)
+    cache.tree.bury("writer:1")
+    cache.tree.until(lambda: cache.reserved_bytes(DISK) == 2 * IMAGE_BYTES)
+    for grant, text in ((grants[0], b"ab"), (grants[2], b"ef")):
+        cache.model.call("index", protocol.CheckReservation(token=grant.token), Ok)
+        assert grant.location is not None
+        cache.write(new(b"", text), grant.location)
+        cache.publish(grant)
+        assert cache.look(text).via == "exact"
+    assert cache.reserved_bytes(DISK) == 0
+
+
 def test_a_lookup_waits_for_its_parent(cache: Cache) -> None:
     """A lookup whose parent is being written hears of it as soon as it is published, and not before."""
     node = new(b"", b"ab")
@@ -239,6 +262,13 @@ def test_a_lookup_waits_for_its_parent(cache: Cache) -> None:
     cache.publish(grant)
     match = cache.model.answer("index", waiting, Match)
     assert (match.via, match.parent_tokens) == ("parent", 2)
+
+
+def test_no_wait_for_what_is_live(cache: Cache) -> None:
+    """A lookup whose caller has as much of the prompt as the parent's save will hold is answered at once."""
+    cache.reserve(new(b"", b"ab"))
+    message = replace(lookup_of(b"abcd", key(b"ab"), 10**7), live_tokens=2)
+    assert cache.model.call("index", message, Match).nodes == []
 
 
 def test_an_abort_wakes_who_waits(cache: Cache) -> None:
@@ -338,6 +368,7 @@ def test_a_save_outlives_the_index(cache: Cache, server: str) -> None:
     cache.start_index()
     cache.write(node, grant.location)
     cache.reported(server)
+    cache.model.call("index", protocol.CheckReservation(token=grant.token), Ok)
     cache.publish(grant)
     assert cache.look(b"ab").via == "exact"
 
@@ -395,8 +426,10 @@ def test_nobody_hears_a_late_grant(cache: Cache) -> None:
 
 def test_bad_requests_are_refused(cache: Cache) -> None:
     """Unknown tiers, unknown marks and unknown tokens are typed errors; bad keys are answers; the index lives on."""
-    with pytest.raises(ProtocolError, match="floppy"):
+    with pytest.raises(InvalidArgument, match="floppy"):
         cache.evict(tiers=["floppy"])
+    with pytest.raises(InvalidArgument, match="floppy"):
+        cache.model.call("index", Dump(tier="floppy"), DumpRows)
     with pytest.raises(NotFound):
         cache.model.call(
             "index", AddMark(namespace=SPACE, key=key(b"a"), node_key=key(b"b"), tokens=1, reason=SaveReason.FINISH), Ok

@@ -111,13 +111,14 @@ def is_whole(path: Path, key: bytes = KEY) -> bool:
 
 
 def test_image_becomes_one_file(world: World, staging: Staging, root: Path) -> None:
-    """After a write there is exactly one complete file, and the index has heard the two questions in order."""
+    """After a write there is exactly one complete file, and the index has heard who has it and the two questions in order."""
     child = writer(world)
     message = order(staging, root)
     assert child.call(message, Written) == Written(published=True)
     assert files_below(root) == [message.location.name]
     assert is_whole(root / message.location.name)
     assert world.heard == [
+        protocol.Handed(token=5, writer="writer:0"),
         protocol.CheckReservation(token=5),
         protocol.Publish(token=5, location=message.location),
     ]
@@ -269,15 +270,21 @@ def test_damaged_staging_is_not_published(world: World, staging: Staging, root: 
 
 
 def test_writer_finishes_for_a_model_that_died(world: World, staging: Staging, root: Path) -> None:
-    """A write that has begun is finished from the writer's own mapping; a later one of the dead model is refused."""
+    """What a writer was handed is finished from its own mapping, begun or not; a later one of the dead model is refused."""
     child = writer(world, BARREL_TEST_WRITE_DELAY_S="0.3")
-    message = order(staging, root)
-    child.ask(message)
-    world.until(lambda: any(".tmp" in name for name in files_below(root)))
+    messages = [order(staging, root), order(staging, root, key=OTHER, token=6)]
+    for message in messages:
+        child.ask(message)
+    world.until(lambda: any(".tmp" in name for name in files_below(root)) and len(world.heard_of(protocol.Handed)) == 2)
+    late = order(staging, root, key=bytes(32), token=7)
     staging.close()
     world.tell(child, protocol.Down(id=OWNER, incarnation=OWNER_INCARNATION, reason="killed", restarting=True))
-    world.until(lambda: bool(world.heard_of(protocol.Publish)))
-    assert is_whole(root / message.location.name)
+    child.ask(late)
+    world.until(lambda: bool(world.heard_of(protocol.Abort)))
+    assert world.heard_of(protocol.Abort) == [protocol.Abort(tokens=[7], reason="failed")]
+    assert [publish.token for publish in world.heard_of(protocol.Publish)] == [5, 6]
+    assert is_whole(root / messages[0].location.name)
+    assert is_whole(root / messages[1].location.name, OTHER)
 
 
 def test_slow_disk_does_not_stop_the_process(world: World, staging: Staging, root: Path) -> None:

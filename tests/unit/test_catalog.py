@@ -315,6 +315,39 @@ def test_evict_so_many_bytes() -> None:
     catalog.check()
 
 
+def test_one_order_for_all_tiers() -> None:
+    """Eviction from several tiers takes the least valuable copy of all of them next, and nothing from the others."""
+    catalog = catalog_of(row(b"", b"a", used_s=1.0), row(b"", b"c", used_s=3.0))
+    for server, text, used_s in ((RAM, b"b", 2.0), (RAM, b"d", 4.0), ("tier:other", b"e", 0.0)):
+        if server not in catalog.stored.accounts:
+            catalog.stored.open_tier(server, Tier.RAM, 10**6, 1, "")
+        catalog.restore_row(row(b"", text, used_s=used_s, server=server), 9.0)
+    changes = catalog.evict([RAM, DISK], 25, 9.0)
+    assert {server: len(gone) for server, gone in changes.deletes.items()} == {DISK: 2, RAM: 1}
+    assert {node.text for node in catalog.stored.nodes.values()} == {b"d", b"e"}
+    assert catalog.evict([RAM, DISK], 0, 9.0).evicted == 0
+    catalog.check()
+
+
+def test_a_chain_on_two_tiers() -> None:
+    """A node whose last copy goes takes along what hangs below it elsewhere, and all of it is counted, once."""
+    catalog = catalog_of(row(b"", b"a", used_s=1.0))
+    catalog.restore_row(row(b"a", b"b", used_s=2.0, server=RAM), 9.0)
+    changes = catalog.evict([RAM, DISK], None, 9.0)
+    assert (changes.evicted, catalog.stored.nodes) == (2, {})
+    catalog.check()
+
+
+def test_orphans_go_when_nothing_else_is_left() -> None:
+    """Rows that wait for their parent's tier are given up only if the rest is not enough."""
+    catalog = catalog_of(row(b"", b"x", used_s=5.0), row(b"a", b"b", used_s=1.0))
+    assert catalog.evict([DISK], 10, 9.0).deletes[DISK] != []
+    assert list(catalog.stored.orphans) == [key(b"a")]
+    assert catalog.evict([DISK], 10, 9.0).dropped_bytes == 10
+    assert not catalog.stored.orphans
+    catalog.check()
+
+
 def test_writing_rows_survive_a_collection() -> None:
     """What is being written is not evicted, nor what it goes on from."""
     catalog = catalog_of(row(b"", b"a"))

@@ -1,13 +1,14 @@
 """Which sequence a request gets and what it reuses (workers/model/placement.py, sequences.py)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from barrel_inference.protocol import Complete, HitKind
 from barrel_inference.workers.model.chain import Seam
 from barrel_inference.workers.model.job import Job, Stage, Times
-from barrel_inference.workers.model.placement import Abilities, How, Placement, hit_kind, place
+from barrel_inference.workers.model.placement import Abilities, How, Placement, hit_kind, live_reach, place
 from barrel_inference.workers.model.sequences import SequenceTable, Use
 from barrel_inference.workers.model.text import Scanner
 
@@ -135,3 +136,24 @@ def test_table_invariants_hold() -> None:
     made[1].tokens = [1]
     with pytest.raises(AssertionError):
         made.check()
+
+
+@pytest.mark.parametrize(
+    ("use", "kwargs", "reach"),
+    [
+        (Use.WARM, {}, 20),
+        (Use.BUSY, {}, 20),
+        (Use.BUSY, {"can_share": False}, 0),
+        (Use.WARM, {"can_cut": lambda _s, _n: False}, 20),
+        (Use.PINNED, {}, 20),
+    ],
+)
+def test_how_far_live_cells_reach(use: Use, kwargs: dict[str, Any], reach: int) -> None:
+    """What a save would have to exceed to be waited for: held cells count while they are exported; what cannot be cut, at its
+    end only; what another request computes, if it can be shared."""
+    live = table((use, HEAD), session="s")
+    live[0].holds = 1
+    session = "s" if use is Use.PINNED else None
+    assert live_reach(job([*HEAD, 1, 2], session=session), live, rendered, able(**kwargs)) == reach
+    assert live_reach(job([*HEAD[:12], 1], session=session), live, rendered, able(can_cut=lambda _s, _n: False)) == 0
+    assert live_reach(job([*HEAD, 1, 2], session=session, salt=b"other"), live, rendered, able(**kwargs)) == 0

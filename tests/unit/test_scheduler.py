@@ -42,7 +42,7 @@ class Recorder:
     computing: set[str] = field(default_factory=set)
     bug: BaseException | None = None
 
-    def resolve(self, job: Job) -> None:
+    def resolve(self, job: Job, live_tokens: int) -> None:
         self.scheduler.post(lambda: self.scheduler.resolved(job, Found(miss_reason="no_entry")))
 
     def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:

@@ -51,7 +51,7 @@ class Slow:
             raise Waits
         self.pending.pop(self.rng.randrange(len(self.pending)) if self.rng.random() < 0.3 else 0)()
 
-    def resolve(self, job: Job) -> None:
+    def resolve(self, job: Job, live_tokens: int) -> None:
         self.pending.append(lambda: self.scheduler.resolved(job, Found(miss_reason="no_entry")))
 
     def save(self, order: SaveOrder) -> None:

@@ -9,7 +9,7 @@ from barrel_inference.protocol import HitKind
 from barrel_inference.workers.model.chain import NO_SEAM
 from barrel_inference.workers.model.effects import Effects, Found
 from barrel_inference.workers.model.job import Job, Stage
-from barrel_inference.workers.model.placement import How, Placement, hit_kind, place
+from barrel_inference.workers.model.placement import How, Placement, hit_kind, live_reach, place
 from barrel_inference.workers.model.restore import Restore, let_go, live_part
 from barrel_inference.workers.model.saving import Saver
 from barrel_inference.workers.model.sequences import Sequence_, Use
@@ -104,7 +104,8 @@ class Admission:
             cacheable = self._state.engine.info.cacheable
             self.resolved(job, Found(miss_reason=None if cacheable else "memory_kind"))
         else:
-            self._effects.resolve(job)
+            state = self._state
+            self._effects.resolve(job, live_reach(job, state.table, state.engine.rendered, state.able))
 
     def _lookup_is_useless(self, job: Job) -> bool:
         if not self._state.engine.info.cacheable or job.spec.mode == "continue":

@@ -57,6 +57,7 @@ class _Part:
     snapshot: bytes
     token: int = 0
     location: Location | None = None
+    pack_ns: int = 0
 
 
 class CacheClient:
@@ -90,7 +91,7 @@ class CacheClient:
 
     # --- restore
 
-    async def find(self, job: Job) -> Found:
+    async def find(self, job: Job, live_tokens: int) -> Found:
         """Look a prompt up and open what it can reuse; never raises for anything that can go wrong with a cache."""
         wanted = [*job.prompt, *job.generated]
         rendered = self.engine.rendered
@@ -99,6 +100,7 @@ class CacheClient:
                 protocol.Lookup(
                     namespace=self.namespace(job.salt), model_id=self.model_id, text=b"".join(map(rendered, wanted)),
                     parent_key=job.spec.parent_key, wait_ms=self.resume_wait_ms if job.spec.parent_key else 0,
+                    live_tokens=live_tokens,
                 ),
                 protocol.Match,
                 deadline_s=LOOKUP_DEADLINE_S + self.resume_wait_ms / 1000,
@@ -144,6 +146,7 @@ class CacheClient:
             peer = self.actor.peers.get(copy.server)
             if peer is None or peer.incarnation != copy.incarnation:
                 continue
+            began_ns = time.perf_counter_ns()
             try:
                 opened = self.reader.open(copy, node.key, root=peer.about.get("root", ""))
             except (kvc.CorruptImage, OSError):
@@ -151,7 +154,7 @@ class CacheClient:
                 continue
             found = StoredNode(
                 node.key, copy.server, peer.about.get("kind", ""), node.start_tokens, _end(node), opened.image.cells,
-                opened.image.snapshot if node.snapshot else None, opened.is_intact,
+                opened.image.snapshot if node.snapshot else None, opened.is_intact, time.perf_counter_ns() - began_ns,
             )  # fmt: skip
             break
         if corrupt:
@@ -184,7 +187,7 @@ class CacheClient:
             namespace = self.namespace(order.salt)
             async with self._planning:  # the next save goes on from what this one has reserved
                 plan, parts = await self._plan(order, namespace)
-                await self._size(order, parts)
+                await self._size(order, namespace, parts)
                 complete = await self._reserve(order, namespace, parts)
             result = SaveResult(order.reason, self._key_at(order, namespace, len(order.tokens)) if complete else None,
                                 sum(part.end - part.start for part in parts if part.token))  # fmt: skip
@@ -253,7 +256,7 @@ class CacheClient:
             return plan.nodes
         return list(itertools.takewhile(lambda node: node[1] % self.block_tokens == 0, plan.nodes))
 
-    async def _size(self, order: SaveOrder, parts: list[_Part]) -> None:
+    async def _size(self, order: SaveOrder, namespace: Namespace, parts: list[_Part]) -> None:
         """Ask the engine for the size of each export; what is not whole any more, and all after it, is left off."""
         if not parts:
             return
@@ -264,7 +267,7 @@ class CacheClient:
             self.actor.count(saves_dropped=1)
         for part, size in zip(parts, sizes, strict=False):
             part.cells_bytes = size
-            image = kvc.layout(self._meta(part.node, self.namespace(order.salt)), size, len(part.snapshot))
+            image = kvc.layout(self._meta(part.node, namespace), size, len(part.snapshot))
             part.node = _with_size(part.node, image.size_bytes)
 
     async def _reserve(self, order: SaveOrder, namespace: Namespace, parts: list[_Part]) -> bool:
@@ -299,8 +302,12 @@ class CacheClient:
         layout = kvc.layout(self._meta(part.node, namespace), part.cells_bytes, len(part.snapshot))
 
         def export() -> bool:
+            began_ns = time.perf_counter_ns()
             layout.snapshot(view)[:] = part.snapshot
-            return not part.cells_bytes or self.engine.export_cells(order.seq, part.start, part.end, layout.cells(view))
+            cells = layout.cells(view)
+            done = not part.cells_bytes or self.engine.export_cells(order.seq, part.start, part.end, cells)
+            part.pack_ns += time.perf_counter_ns() - began_ns
+            return done
 
         if not await self._on_engine(export):
             self._release_target(part)
@@ -316,7 +323,7 @@ class CacheClient:
         layout = kvc.layout(meta, part.cells_bytes, len(part.snapshot))
         began_ns = time.perf_counter_ns()
         await asyncio.to_thread(kvc.seal, view, meta, layout)
-        self.actor.count(pack_total_ns=time.perf_counter_ns() - began_ns)
+        self.actor.count(pack_total_ns=part.pack_ns + time.perf_counter_ns() - began_ns)
         assert part.location is not None
         try:
             if part.location.name:

@@ -27,6 +27,7 @@ class StoredNode:
     cells: memoryview
     snapshot: memoryview | None
     is_intact: Callable[[], bool]  # after the import: is the slab still the same one?
+    open_ns: int = 0  # what reading and checking it took
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class SaveOrder:
 class Effects(Protocol):
     """The I/O side."""
 
-    def resolve(self, job: Job) -> None:
-        """Look the prompt up; answered by `Scheduler.resolved(job, found)`."""
+    def resolve(self, job: Job, live_tokens: int) -> None:
+        """Look the prompt up, of which so much is live; answered by `Scheduler.resolved(job, found)`."""
 
     def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
         """Drop the claim and say what became of it."""

@@ -311,12 +311,12 @@ class Gateway:
             entry.stream.pump(now_s)
         return min((entry.stream.next_s for entry in self.open.values() if entry.stream.next_s), default=0.0)
 
-    def resolve(self, job: Job) -> None:
+    def resolve(self, job: Job, live_tokens: int) -> None:
         """Look a prompt up, then hand what was found to the scheduler."""
-        self._outbox.put(lambda: self.actor.spawn(self._resolve(job)))
+        self._outbox.put(lambda: self.actor.spawn(self._resolve(job, live_tokens)))
 
-    async def _resolve(self, job: Job) -> None:
-        found = await self.cache.find(job)
+    async def _resolve(self, job: Job, live_tokens: int) -> None:
+        found = await self.cache.find(job, live_tokens)
         self.scheduler.post(lambda: self.scheduler.resolved(job, found))
 
     def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
@@ -412,9 +412,9 @@ class Gateway:
 
     def _counts(self, job: Job) -> dict[str, int]:
         """What an ended request adds to the counters."""
-        prefilled = {"tokens_prefilled": self._take_prefilled()}
+        work = {"tokens_prefilled": self._take_prefilled(), "load_total_ns": job.load_ns}
         if job.seq is None or job.error is not None:
-            return prefilled
+            return work
         hit = job.hit
         self.last_hit = {"kind": hit.kind.value, "prefix_tokens": hit.read_tokens}
         name = _HIT_COUNTERS.get(hit.kind)
@@ -425,7 +425,7 @@ class Gateway:
         if hit.source == "live":
             deltas["hits_live"] = 1
         self.on_changed()
-        return deltas | prefilled
+        return deltas | work
 
     def _take_prefilled(self) -> int:
         total = self.scheduler.prefilled_tokens  # the engine thread only adds to it

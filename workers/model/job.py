@@ -78,6 +78,7 @@ class Job:
     preempted: bool = False  # cells ran out once, and it gave its own up for the others
     cold_saved: bool = False
     pin_saved: bool = False
+    load_ns: int = 0  # spent reading, checking and importing stored nodes
     fresh_restore: tuple[tuple[bytes, str], ...] = ()  # copies restored from, until a decode has succeeded on them
     has_emitted: bool = False  # something was handed to its stream
     logprobs: list[dict[str, object]] = field(default_factory=list)

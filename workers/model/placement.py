@@ -82,6 +82,20 @@ def place(
     return Placement(How.CLEAR, target.id, stored=stored_tokens > 0)
 
 
+def live_reach(job: Job, table: SequenceTable, rendered: Callable[[int], bytes], able: Abilities) -> int:
+    """Tokens of the prompt that live cells will serve, at once or when an export of them is over; no save of those is worth
+    waiting for."""
+    prompt = [*job.prompt, *job.generated]
+    own = table.of_session(job.spec.session_id, job.salt) if job.spec.session_id else None
+    if own is not None:
+        seam = _reproducible(own, find_seam(own.tokens, prompt, rendered), len(prompt), able.grid_tokens)
+        return _usable(own, seam, len(prompt), able).stored_tokens
+    live = table.best_live(prompt, job.salt, rendered) if able.grid_tokens == 1 else None
+    if live is None or (table[live.source].use is Use.BUSY and not able.can_share):
+        return 0
+    return _usable(table[live.source], live.seam, len(prompt), able).stored_tokens
+
+
 def _from_live(
     source: Sequence_, seam: Seam, prompt_tokens: int, table: SequenceTable, able: Abilities
 ) -> Placement | None:

@@ -3,6 +3,7 @@
 Every step leaves a state that can be computed on: whatever could not be imported is computed instead.
 """
 
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
@@ -92,10 +93,13 @@ class Restore:
 
     def _import(self, node: StoredNode) -> bool:
         s, engine = self._s, self._context.engine
+        began_ns = time.perf_counter_ns()
         try:
             taken = self._context.with_room(lambda: engine.import_cells(s.id, node.start, node.end, node.cells))
         except NoCells:
             return False
+        finally:
+            self._job.load_ns += node.open_ns + time.perf_counter_ns() - began_ns
         if not taken or not node.is_intact():
             self._context.cut(s, node.start)
             return False
