@@ -821,7 +821,7 @@ class DumpRow(Message, frozen=True):
     pinned: bool
     age_s: float
     location: str
-    first_words: str = ""
+    first_words: str = ""  # of the prompt
 
 
 class DumpRows(Message, frozen=True):

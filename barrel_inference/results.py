@@ -184,6 +184,7 @@ class CacheRow(Record):
     pinned: bool
     age_s: float
     location: str
+    first_words: str  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)

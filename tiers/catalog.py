@@ -345,6 +345,18 @@ class Catalog:
             return heapq.nlargest(limit, nodes, key=_last_use)
         return sorted(nodes, key=_last_use, reverse=True)
 
+    def text_end(self, reservation: Reservation) -> int:
+        """Bytes of the whole prefix that a node on its way will end."""
+        length, parent_key = len(reservation.node.text), reservation.node.parent_key
+        while parent_key is not None:
+            if (parent := self.stored.nodes.get(parent_key)) is not None:
+                return length + parent.text_end
+            above = self.reservations.by_key.get(parent_key)
+            if above is None:  # reported by a tier, and waits for its own parent
+                break
+            length, parent_key = length + len(above.node.text), above.node.parent_key
+        return length
+
     def check(self) -> None:
         """The catalog's invariants."""
         stored = self.stored

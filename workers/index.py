@@ -382,12 +382,14 @@ class IndexProcess:
         accounts = self.catalog.stored.accounts
         kinds = {server: accounts[server].kind for server in self._servers([message.tier] if message.tier else None)}
         rows: list[protocol.DumpRow] = []
+        words_of: dict[bytes, str] = {}
         # With a tier named, its rows may all lie behind those of others.
         for node in self.catalog.latest(0 if message.tier else message.limit):
-            rows += index_rows.rows_of(node, kinds, time.time())
+            rows += index_rows.rows_of(node, kinds, time.time(), words_of)
         for reservation in self.catalog.reservations.by_token.values():
             if reservation.server in kinds:
-                rows.append(index_rows.writing_row(reservation, kinds[reservation.server]))
+                text_bytes = self.catalog.text_end(reservation)
+                rows.append(index_rows.writing_row(reservation, kinds[reservation.server], text_bytes))
         return protocol.DumpRows(rows=rows[: message.limit] if message.limit else rows)
 
     def stats(self, _message: protocol.CacheStats, _request: Request) -> protocol.CacheStatsReply:

@@ -3,6 +3,7 @@
 A row is a copy of a node, or a mark in it. A mark has no bytes of its own.
 """
 
+import re
 from collections.abc import Mapping
 
 from barrel_inference import protocol
@@ -12,6 +13,8 @@ from barrel_inference.tiers.reservations import Reservation
 from barrel_inference.tiers.stored import bytes_inside
 
 FIRST_WORDS = 6
+FIRST_BYTES = 200  # of a text, to look for its first words in
+_CONTROL_TOKEN = re.compile(rb"\xff\x01.{4}", re.DOTALL)  # as tiers/key.py writes it
 
 
 def touch_of(node: Node, location: Location) -> protocol.Touch:
@@ -22,9 +25,18 @@ def touch_of(node: Node, location: Location) -> protocol.Touch:
     )  # fmt: skip
 
 
-def rows_of(node: Node, kinds: Mapping[str, Tier], now_s: float) -> list[protocol.DumpRow]:
-    """The rows of a node: each copy on the servers in `kinds`, and the marks in each."""
-    words = b" ".join(node.text.split(maxsplit=FIRST_WORDS)[:FIRST_WORDS]).decode(errors="replace")
+def first_words(text: bytes) -> str:
+    """The first words of rendered bytes as one may print them; control tokens are left out."""
+    plain = _CONTROL_TOKEN.sub(b" ", text[:FIRST_BYTES]).replace(b"\xff\x00", b"\xff").decode(errors="replace")
+    # What is not printable could be an order to the reader's terminal.
+    words = "".join(character if character.isprintable() else " " for character in plain).split()
+    return " ".join(words[:FIRST_WORDS])
+
+
+def rows_of(node: Node, kinds: Mapping[str, Tier], now_s: float, words_of: dict[bytes, str]) -> list[protocol.DumpRow]:
+    """The rows of a node: each copy on the servers in `kinds`, and the marks in each. `words_of` keeps the first words of
+    prompts between the calls of one dump."""
+    words = _prompt_words(node, words_of)
     age_s = max(0.0, now_s - node.last_used_unix_s)
     start_bytes = node.text_end - len(node.text)
     rows = []
@@ -50,11 +62,25 @@ def rows_of(node: Node, kinds: Mapping[str, Tier], now_s: float) -> list[protoco
     return rows
 
 
-def writing_row(reservation: Reservation, kind: Tier) -> protocol.DumpRow:
-    """A node on its way."""
+def _prompt_words(node: Node, words_of: dict[bytes, str]) -> str:
+    """The first words of the prompt that a node belongs to: those of its root."""
+    path = [node]
+    while path[-1].key not in words_of and path[-1].parent is not None:
+        path.append(path[-1].parent)
+    top = path[-1]
+    words = words_of.get(top.key)
+    if words is None:
+        words = first_words(top.text)
+    words_of.update((below.key, words) for below in path)
+    return words
+
+
+def writing_row(reservation: Reservation, kind: Tier, text_bytes: int) -> protocol.DumpRow:
+    """A node on its way; `text_bytes` of the whole prefix."""
     new = reservation.node
     return protocol.DumpRow(
         key=new.key, parent_key=new.parent_key, model_id=reservation.model_id, tier=kind.value, size_bytes=new.size_bytes,
-        tokens=reservation.end_tokens, text_bytes=len(new.text), status="writing",
+        tokens=reservation.end_tokens, text_bytes=text_bytes, status="writing",
         reason=new.reason.value, hits=0, refcount=0, pinned=new.pinned, age_s=0.0, location="",
+        first_words=first_words(new.text) if new.parent_key is None else "",
     )  # fmt: skip

@@ -6,6 +6,7 @@ import typer
 
 from barrel_inference.cli import context, output
 from barrel_inference.cli.lifecycle import AsJson
+from barrel_inference.results import CacheRow
 
 app = typer.Typer(no_args_is_help=True, help="Look into the cache, and make room in it.")
 
@@ -29,14 +30,20 @@ def ls(
         return
     shown = [
         [
-            row.key.hex()[:12], row.model_id, row.tier, row.status, row.reason, row.tokens,
-            output.size(row.size_bytes), row.hits, row.refcount, "pinned" if row.pinned else "",
-            output.duration(row.age_s), row.location,
+            row.key.hex()[:12], row.model_id, row.tier, row.tokens, output.size(row.size_bytes),
+            output.duration(row.age_s), row.hits, row.reason, _state(row), row.first_words,
         ]
         for row in rows
     ]  # fmt: skip
-    columns = ["key", "model", "tier", "status", "reason", "tokens", "size", "hits", "claims", "pin", "age", "location"]
+    columns = ["key", "model", "tier", "tokens", "size", "age", "hits", "reason", "state", "prompt"]
     output.table(columns, shown, empty="the cache is empty")
+
+
+def _state(row: CacheRow) -> str:
+    """What keeps a row from being read, or from being evicted."""
+    if row.status != "available":
+        return row.status
+    return "in use" if row.refcount else "pinned" if row.pinned else ""
 
 
 @app.command()

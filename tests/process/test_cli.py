@@ -101,6 +101,28 @@ def test_json_documents(daemon: Path) -> None:
     assert isinstance(json.loads(run(daemon, "cache", "ls", "--json").stdout), list)
 
 
+def test_the_cache_as_a_table(daemon: Path) -> None:
+    """`cache ls` shows what a row is, of which model and prompt; a tier is named by its kind or its server; gc empties it."""
+    policy = ("min_tokens=4", "cold_min_tokens=4", "boundary_trim_tokens=0", "boundary_align_tokens=1")
+    sets = [part for gate in policy for part in ("--set", f"policy.{gate}")]
+    assert run(daemon, "load", "named", "--id", "listed", "--tier", "disk", *sets).returncode == 0
+    run(daemon, "complete", "listed", "70 71 72 73 74 75 76 77", "--tokens", "1")
+    for tier in ("disk", "tier:disk"):
+        wait_for(lambda tier=tier: "finish" in run(daemon, "cache", "ls", "--tier", tier).stdout)  # type: ignore[misc]
+    head, *lines = run(daemon, "cache", "ls").stdout.splitlines()
+    assert head.split() == ["key", "model", "tier", "tokens", "size", "age", "hits", "reason", "state", "prompt"]
+    cold = next(line for line in lines if " cold " in line)
+    assert cold.split()[1:4] == ["listed", "disk", "8"]
+    assert cold.endswith("70 71 72 73 74 75")
+    assert run(daemon, "cache", "ls", "--tier", "ram").stdout == ""
+    stats = run(daemon, "cache", "stats").stdout
+    assert "tier:disk" in stats
+    assert "saves_cold" in stats
+    assert "rows evicted" in run(daemon, "cache", "gc").stdout
+    assert run(daemon, "cache", "ls").stdout == ""
+    assert run(daemon, "unload", "listed").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -116,6 +138,8 @@ def test_json_documents(daemon: Path) -> None:
         (["unload", "other"], 4, "loaded: tiny"),
         (["restart", "indx"], 4, "did you mean 'index'"),
         (["cache", "evict", "lots"], 2, "lots"),
+        (["cache", "evict", "1", "--tier", "tape"], 2, "tape"),
+        (["cache", "ls", "--tier", "tape"], 2, "tape"),
         (["nonsense"], 2, "nonsense"),
         (["config", "check", "/no/such.toml"], 2, "/no/such.toml"),
     ],
