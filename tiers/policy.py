@@ -34,6 +34,11 @@ class Policy:
         left = prompt_tokens - self.boundary_trim_tokens
         return left // self.boundary_align_tokens * self.boundary_align_tokens if left > 0 else 0
 
+    @property
+    def saves_nothing(self) -> bool:
+        """Are all gates closed? Then what ends a session or a model saves nothing either."""
+        return self.min_tokens == math.inf
+
     def wants_cold(self, prompt_tokens: int) -> bool:
         """Is a cold prompt of this length saved?"""
         return self.min_tokens <= prompt_tokens and self.cold_min_tokens <= prompt_tokens <= self.cold_max_tokens

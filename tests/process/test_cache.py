@@ -128,6 +128,16 @@ def test_gates_close(client: Client) -> None:
     client.unload(model)
 
 
+def test_all_gates_closed(client: Client) -> None:
+    """With an infinite `min_tokens` nothing is ever stored: not by requests, not for a session that is given up, not at an
+    unload."""
+    model = load(client, policy={"min_tokens": float("inf")})
+    assert client.complete(model, L12, session_id="s", response_tokens=4).finish_key is None
+    assert client.complete(model, [50, *T12], response_tokens=4).cache_hit_kind == "cold"
+    client.unload(model)
+    assert rows(client, model) == []
+
+
 # --- parent keys ------------------------------------------------------------------------------------------------------
 
 

@@ -180,6 +180,17 @@ def test_a_turn_waits_for_its_parent(stalled: Runtime, wait_ms: int) -> None:
             assert (more.cache_hit_kind, more.cache_delta.read) == ("cold", 0)
 
 
+def test_a_turn_does_not_wait_when_its_parent_is_live(stalled: Runtime) -> None:
+    """While the parent's save is being written, its live cells serve the next turn, whatever `session_resume_wait_ms` is."""
+    with stalled.client() as client:
+        policy = {"session_resume_wait_ms": 60_000, "cold_min_tokens": 1000}
+        model = load(client, tier="disk", policy=policy)
+        parent = client.complete(model, T12, response_tokens=4)
+        more = client.complete(model, [*parent.context_tokens, 5], parent_key=parent.finish_key, response_tokens=1)
+        assert (more.cache_hit_kind, more.hit_source, more.cache_delta.read) == ("partial", "live", 16)
+        assert client.counters()["bytes_disk"] == 0, "the write has ended: this machine is too slow for the claim"
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_quota_of_three_rows(tier: str) -> None:
     """Five saves into room for three: never more than the quota, the least recently used one goes first, the rest hits."""

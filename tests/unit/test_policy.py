@@ -137,3 +137,9 @@ def test_least_reuse_follows_the_minimum(min_tokens: float, reuse: int) -> None:
 def test_infinite_reuse_wants_whole_prompts(infinite: float | None) -> None:
     """An infinite shortest reuse is longer than any prefix."""
     assert policies.make({**DEFAULTS, "min_reuse_tokens": infinite}, n_batch=512).min_reuse_tokens > 10**9
+
+
+def test_saves_nothing() -> None:
+    """Only an infinite `min_tokens` closes every gate."""
+    assert policies.make(DEFAULTS | {"min_tokens": None}, n_batch=512).saves_nothing
+    assert not policies.make(DEFAULTS | {"min_tokens": 10**9}, n_batch=512).saves_nothing

@@ -31,13 +31,15 @@ DEADLINE_S = 10.0
 
 @dataclass
 class Recorder:
-    """An I/O side that finds nothing stored, and accepts every save at once."""
+    """An I/O side that finds nothing stored, accepts every save at once, and publishes it at once or when it is told to."""
 
     scheduler: Scheduler = field(init=False)
     done: dict[str, threading.Event] = field(default_factory=dict)
     contexts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     saves: list[SaveOrder] = field(default_factory=list)
+    unpublished: list[SaveOrder] = field(default_factory=list)
+    publishes: bool = True
     on_piece: Callable[[Job], None] = lambda _job: None
     computing: set[str] = field(default_factory=set)
     bug: BaseException | None = None
@@ -51,7 +53,15 @@ class Recorder:
     def save(self, order: SaveOrder) -> None:
         self.saves.append(order)
         self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
-        self.scheduler.post(lambda: self.scheduler.save_published(order))
+        self.unpublished.append(order)
+        if self.publishes:
+            self.publish()
+
+    def publish(self) -> None:
+        """The saves so far are published."""
+        orders, self.unpublished = self.unpublished, []
+        for order in orders:
+            self.scheduler.post(lambda order=order: self.scheduler.save_published(order))  # type: ignore[misc]
 
     def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
         self.pieces.setdefault(job.id, []).extend(pieces)
@@ -238,6 +248,16 @@ def test_idle_session_is_reclaimed_with_a_save(model: Model) -> None:
     assert job.error is None
     assert SaveReason.EVICT in [order.reason for order in model.io.saves]
     assert isinstance(model.run([1], session_id="s", mode="continue").error, NoSession)
+
+
+def test_a_reclaimed_sequence_is_the_next_ones(model: Model) -> None:
+    """As soon as a session's cells are exported another may have them, and keeps them when the save is published at last; a
+    second session is given up although the first one's save still takes its time."""
+    model.io.publishes = False
+    jobs = [model.run([n, *PROMPT], session_id=str(n)) for n in (1, 2, 3)]
+    model.io.publish()
+    assert model.run([3, *PROMPT, *jobs[2].generated, 4], session_id="3").hit.kind is HitKind.STICKY
+    assert [order.tokens[0] for order in model.io.saves if order.reason is SaveReason.EVICT] == [1, 2]
 
 
 def test_full_house_is_an_error_when_asked(model: Model) -> None:

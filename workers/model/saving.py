@@ -38,6 +38,8 @@ class Saver:
             length = reproducible_tokens(length, s.prompt_tokens, self._state.limits.block_tokens)
         if not self._state.engine.info.cacheable or not length:
             return False
+        if reason in (SaveReason.EVICT, SaveReason.SHUTDOWN) and self._state.limits.policy.saves_nothing:
+            return False
         snapshots = dict(self._state.context.snapshots.get(s.id, {}))
         if self._state.engine.info.needs_snapshot and length not in snapshots:
             return False
