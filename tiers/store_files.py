@@ -36,7 +36,7 @@ class FileStore:
         self._sizes: dict[str, int] = {}
         self._stored_bytes = 0
         self._touched: dict[str, Touch] = {}
-        self._stuck: set[str] = set()  # files that should be gone and could not be removed
+        self._stuck: dict[str, int] = {}  # files that should be gone and could not be removed yet, with their bytes
         self._root = ImageRoot(root)
         for name, size_bytes in self._root.listed():
             self._add(name, size_bytes)
@@ -48,7 +48,12 @@ class FileStore:
         """See `Store.room`; files always give back."""
         freed = sum(self.delete(location) for location in deletes)
         locations: list[Location | None] = []
+        if wants:
+            self._root.reopen_if_replaced()  # writers go by its name
         spare_bytes = self._spare_bytes() if wants else 0
+        if self._stuck and spare_bytes < sum(want.size_bytes for want in wants) and self._root.can_write():
+            self._remove_stuck()
+            spare_bytes = self._spare_bytes()
         for want in wants:
             if want.size_bytes > spare_bytes or not self._root.make_ready(names.shard_of(want.key)):
                 locations.append(None)
@@ -139,6 +144,7 @@ class FileStore:
         """See `Store.sweep`."""
         self.flush()
         self._root.reopen_if_replaced()
+        self._remove_stuck()
         present = dict(self._root.listed(now_unix_s, dead_pids))
         known = list(self._sizes)
         changed = self.read([name for name in known if present.get(name) != self._sizes[name]])
@@ -210,6 +216,7 @@ class FileStore:
 
     def _add(self, name: str, size_bytes: int) -> None:
         self._forget(name)
+        self._stuck.pop(name, None)  # it is wanted again
         self._sizes[name] = size_bytes
         self._stored_bytes += size_bytes
 
@@ -225,7 +232,8 @@ class FileStore:
         return key
 
     def _unlink(self, name: str) -> bool:
-        """Forget a row and remove its file; False = it is still there, and is ignored from now on."""
+        """Forget a row and remove its file; False = it is still there, and is no row any more."""
+        size_bytes = self._sizes.get(name, 0)
         self._forget(name)
         try:
             with self._root.directory_of(name) as (directory, base):
@@ -233,9 +241,17 @@ class FileStore:
         except FileNotFoundError:
             pass
         except OSError:
-            self._stuck.add(name)
+            self._stuck[name] = size_bytes
             return False
         return True
+
+    def _remove_stuck(self) -> None:
+        """Try again: the file system may have been made writable."""
+        for name, size_bytes in list(self._stuck.items()):
+            if name not in self.leases:  # else a writer is about to find it, and to keep or replace it
+                del self._stuck[name]
+                if not self._unlink(name):
+                    self._stuck[name] = size_bytes
 
     # --- bytes
 
@@ -245,7 +261,8 @@ class FileStore:
         free_bytes = self._root.free_bytes() - self.leases.bytes
         if self._free_memory is not None:
             free_bytes = min(free_bytes, self._free_memory() - RESERVE_BYTES - self.leases.bytes)
-        return min(free_bytes, self.quota_bytes - self._stored_bytes - self.leases.bytes)
+        taken_bytes = self._stored_bytes + self.leases.bytes + sum(self._stuck.values())
+        return min(free_bytes, self.quota_bytes - taken_bytes)
 
     def _usable(self, quota_bytes: int) -> tuple[int, str]:
         """The quota that is really there, and why it is less than what was asked for."""

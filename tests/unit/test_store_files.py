@@ -190,6 +190,16 @@ def test_removed_root_is_made_again(root: Path, store: FileStore) -> None:
     assert store.sweep(NOW_S, frozenset()).gone == (KEY,)
 
 
+def test_places_are_where_the_name_leads(root: Path, store: FileStore) -> None:
+    """When the root is moved away and another takes its name, as an unmount does, the next place is in that one at once."""
+    root.rename(root.with_name("moved"))
+    root.mkdir()
+    [location] = store.room(OWNER, [], [Want(OTHER, 100)], give_back=False).locations
+    assert location is not None
+    assert (root / location.name).parent.is_dir()
+    assert store.sweep(NOW_S, frozenset()).gone == (KEY,)
+
+
 def test_leftovers_of_dead_writers_go(root: Path, store: FileStore) -> None:
     """A temporary file goes when its writer died, or is old; that of a living writer stays."""
     directory = root / names.shard_of(KEY)
@@ -209,6 +219,36 @@ def test_file_of_a_given_up_lease_is_adopted(root: Path, store: FileStore) -> No
     put(root, OTHER)
     assert store.sweep(NOW_S, frozenset()).rows == ()
     assert [row.key for row in store.free([location], frozenset()).rows] == [OTHER]
+
+
+def test_what_cannot_be_removed_counts_until_it_can(root: Path) -> None:
+    """A file that stays although it should go keeps its bytes of the quota; it goes when that becomes possible, by the next
+    sweep or when room is needed, and not if the key is stored anew."""
+    root.mkdir(parents=True)
+    size_bytes = put(root, KEY).stat().st_size
+    store = opened(root, quota_bytes=size_bytes * 3 // 2)
+    path = root / names.file_name(KEY)
+    want = [Want(OTHER, size_bytes)]
+    for frees_by_sweep in (True, False):
+        image = path.read_bytes()
+        path.unlink()
+        path.mkdir()
+        (path / "in the way").touch()
+        assert store.delete(Location("tier:disk", 1, size_bytes, 0, names.file_name(KEY))) == 0
+        assert store.room(OWNER, [], want, give_back=False).locations == [None]
+        (path / "in the way").unlink()
+        if frees_by_sweep:
+            store.sweep(NOW_S, frozenset())
+            assert not path.exists()
+        [location] = store.room(OWNER, [], want, give_back=False).locations
+        assert location is not None
+        assert not path.exists()
+        store.delete(location)
+        path.write_bytes(image)
+        assert len(store.sweep(NOW_S, frozenset()).rows) == 1
+        store.sweep(NOW_S, frozenset())
+        assert keys(store) == [KEY]
+    store.close()
 
 
 def test_published_file_that_is_not_there_is_reported(store: FileStore) -> None:
