@@ -908,6 +908,15 @@ class Replay(Message, frozen=True):
     note: str = ""
 
 
+class Quota(Message, frozen=True):
+    """Tier → index, call: the quota has changed; what is stored above it has to go."""
+
+    server: str
+    incarnation: int
+    quota_bytes: int
+    note: str = ""
+
+
 class Room(Message, frozen=True):
     """Index → tier, call: delete these, then make room for images of these sizes. One location per size, None = no space."""
 
@@ -1043,6 +1052,7 @@ CALLS: dict[str, tuple[type[Message], type[Message]]] = {
     "cache_stats": (CacheStats, CacheStatsReply),
     "evict": (Evict, Evicted),
     "replay": (Replay, Ok),
+    "quota": (Quota, Ok),
     "room": (Room, Roomed),
     "adopt": (Adopt, Ok),
     "write": (Write, Written),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -9,9 +10,9 @@ import msgspec
 from barrel_inference import config
 from barrel_inference.config import Settings
 
-# Keys, or tables of them, that processes take up while they run. The rest fixes what processes have agreed on (block
-# size, salts, quotas, directories): two of them with different values would be worse than the old value everywhere.
-LIVE = ("log.level", "pressure", "limits", "models")
+# Keys, or tables of them, that processes take up while they run; `*` is any name. The rest fixes what processes have agreed on (block size, salts,
+# directories): two of them with different values would be worse than the old value everywhere.
+LIVE = ("log.level", "pressure", "limits", "models", "tiers.*.quota_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ def plan(old: Settings, new: Settings) -> Plan:
         pressure=new.pressure,
         limits=new.limits,
         models=new.models,
+        tiers={
+            name: msgspec.structs.replace(tier, quota_bytes=new.tiers.get(name, tier).quota_bytes)
+            for name, tier in old.tiers.items()
+        },
     )
     return Plan(
         effective=effective,
@@ -44,7 +49,7 @@ def plan(old: Settings, new: Settings) -> Plan:
 
 def is_live(key: str) -> bool:
     """Whether a dotted key is taken up without a restart."""
-    return any(key == live or key.startswith(f"{live}.") for live in LIVE)
+    return any(fnmatchcase(key, live) or fnmatchcase(key, f"{live}.*") for live in LIVE)
 
 
 def _is_loaded_at_start(settings: Settings, name: str) -> bool:

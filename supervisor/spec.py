@@ -51,7 +51,7 @@ def tier_child(name: str, tier: TierSettings) -> ChildSpec:
     return ChildSpec(
         id=f"tier:{name}",
         module="barrel_inference.tiers.tier",
-        boot={"kind": tier.kind, "name": name, "quota_bytes": tier.quota_bytes, "root": tier.root},
+        boot={"kind": tier.kind, "name": name, "root": tier.root},
         ready_ms=30_000 if tier.kind == "ram" else _FILE_TIER_READY_MS,
     )
 

@@ -122,10 +122,16 @@ class Mapping:
 
 
 class Arena:
-    """The owner's side. Allocations belong to one thread; `serve` and `close` to the loop's."""
+    """The owner's side. Allocations belong to one thread; `serve` and `close` to the loop's.
 
-    def __init__(self, capacity_bytes: int) -> None:
-        whole_pages = -(-max(capacity_bytes, PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    Args:
+        capacity_bytes: what may be allocated in all.
+        largest_bytes: the capacity that `resize` may reach, if that is more: a sealed file cannot grow later.
+    """
+
+    def __init__(self, capacity_bytes: int, largest_bytes: int = 0) -> None:
+        self.largest_bytes = max(capacity_bytes, largest_bytes, PAGE_BYTES)
+        whole_pages = -(-self.largest_bytes // PAGE_BYTES) * PAGE_BYTES
         self._descriptor = os.memfd_create("barrel-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, whole_pages * VIRTUAL_FACTOR)
         fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
@@ -167,6 +173,11 @@ class Arena:
         gone = self._extents.free(offset, give_back=give_back)
         if gone is not None:
             self._punch([gone])
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Let this much be allocated from now on; what lies above it stays until it is freed."""
+        assert capacity_bytes <= self.largest_bytes
+        self._punch(self._extents.resize(capacity_bytes))
 
     def size_of(self, offset: int) -> int | None:
         """Size of what is allocated there; None when nothing is."""

@@ -1,8 +1,8 @@
 """Which part of an arena goes to whom: first fit, freed memory reused warm first. Pure.
 
 A range is allocated, or free. Of the free bytes some are *warm*: the system still keeps memory for them, and writing there
-costs no page faults. What is allocated plus what is warm never exceeds `capacity_bytes`; an `Allocation` therefore names the
-warm ranges whose memory must go back to the system first.
+costs no page faults. What is allocated plus what is warm never comes to exceed `capacity_bytes`; an `Allocation` therefore
+names the warm ranges whose memory must go back to the system first.
 
 Offsets and sizes are multiples of `GRAIN_BYTES`, the alignment of images, so the bytes counted here are exactly the bytes
 that the index counts. Memory comes in pages: at the border between an allocated and a given-back range one page may stay.
@@ -126,14 +126,25 @@ class Extents:
         return Allocation(offset, self._shrink_warm(self.capacity_bytes - self.allocated_bytes))
 
     def free(self, offset: int, *, give_back: bool) -> Range | None:
-        """Take an allocation back; what is returned is free and should lose its memory (None: keep it warm)."""
+        """Take an allocation back; what is returned is free and should lose its memory (None: keep it warm).
+
+        Memory above a capacity that was made smaller goes, whatever `give_back` says.
+        """
         size_bytes = self._sizes.pop(offset)
         self.allocated_bytes -= size_bytes
         self._free.add(offset, offset + size_bytes)
-        if not give_back:
+        if not give_back and self.allocated_bytes + self._warm.bytes + size_bytes <= self.capacity_bytes:
             self._warm.add(offset, offset + size_bytes)
             return None
         return Range(offset, offset + size_bytes)
+
+    def resize(self, capacity_bytes: int) -> list[Range]:
+        """From now on this much may be allocated; what is returned should lose its memory.
+
+        Allocations above a smaller capacity stay until they are freed.
+        """
+        self.capacity_bytes = capacity_bytes
+        return self._shrink_warm(max(0, capacity_bytes - self.allocated_bytes))
 
     def free_around(self, start: int, end: int) -> Range:
         """The whole free range that contains this one: pages at its border may be given back as well."""
@@ -145,7 +156,7 @@ class Extents:
     def check(self) -> None:
         """Assert what must hold at any time."""
         assert self.allocated_bytes == sum(self._sizes.values())
-        assert self.allocated_bytes + self._warm.bytes <= self.capacity_bytes
+        assert not self._warm.bytes or self.allocated_bytes + self._warm.bytes <= self.capacity_bytes
         taken = sorted([(o, o + s) for o, s in self._sizes.items()] + list(self._free))
         assert all(before[1] == after[0] for before, after in itertools.pairwise(taken))
         for start, end in self._warm:

@@ -51,6 +51,12 @@ class Store(Protocol[P]):
     note: str  # why the quota was lowered, or why nothing is taken; empty = all is well
     leases: Leases[P]
 
+    def set_quota(self, quota_bytes: int) -> None:
+        """Have this quota from now on, as far as it can be had: `quota_bytes` and `note` say so.
+
+        Rows above a smaller one stay until the index has them deleted; until then no place is promised.
+        """
+
     def room(self, owner: Owner, deletes: Sequence[Location], wants: Sequence[Want], *, give_back: bool) -> Roomed:
         """Delete, then promise places: one location per want, in order, None where there is no room."""
 

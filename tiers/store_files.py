@@ -42,6 +42,10 @@ class FileStore:
             self._add(name, size_bytes)
         self.quota_bytes, self.note = self._usable(quota_bytes)
 
+    def set_quota(self, quota_bytes: int) -> None:
+        """See `Store.set_quota`."""
+        self.quota_bytes, self.note = self._usable(quota_bytes)
+
     # --- places
 
     def room(self, owner: Owner, deletes: Sequence[Location], wants: Sequence[Want], *, give_back: bool) -> Roomed:

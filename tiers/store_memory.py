@@ -14,6 +14,9 @@ from barrel_inference.tiers.headroom import MEMORY_SHARE, RESERVE_BYTES
 from barrel_inference.tiers.leases import Lease, Leases, Owner
 from barrel_inference.tiers.store import Scan, Stats, Want
 
+# Address space for a quota that grows later, on machines with more memory than anybody gives to a cache.
+_LARGEST_BYTES = 1 << 40
+
 
 class MemoryStore:
     """A `Store` in an arena; places are offsets."""
@@ -24,11 +27,22 @@ class MemoryStore:
         self._server = server
         self._incarnation = incarnation
         self._free_memory = free_memory
-        self.quota_bytes, self.note = lowered_to_memory(quota_bytes, free_memory())
-        self.arena = Arena(self.quota_bytes)
+        free_bytes = free_memory()
+        self.quota_bytes, self.note = lowered_to_memory(quota_bytes, free_bytes)
+        self.arena = Arena(self.quota_bytes, largest_bytes=min(free_bytes, _LARGEST_BYTES))
         self.leases: Leases[int] = Leases()
         self._rows: dict[int, Want] = {}  # key and size by offset
         self._stored_bytes = 0
+
+    def set_quota(self, quota_bytes: int) -> None:
+        """See `Store.set_quota`."""
+        held_bytes = self.arena.allocated_bytes + self.arena.warm_bytes
+        usable_bytes, self.note = lowered_to_memory(quota_bytes, self._free_memory(), held_bytes)
+        if usable_bytes > self.arena.largest_bytes:
+            usable_bytes = self.arena.largest_bytes
+            self.note = f"quota lowered from {quota_bytes} to {usable_bytes} bytes until {self._server} is restarted"
+        self.quota_bytes = usable_bytes
+        self.arena.resize(usable_bytes)
 
     def room(self, owner: Owner, deletes: Sequence[Location], wants: Sequence[Want], *, give_back: bool) -> Roomed:
         """See `Store.room`."""
@@ -164,9 +178,9 @@ class MemoryStore:
         kvc.invalidate(self.arena.view(location.offset, kvc.HEADER_BYTES))
 
 
-def lowered_to_memory(quota_bytes: int, free_bytes: int) -> tuple[int, str]:
-    """The quota that the machine's free memory allows, and why it is less than what was asked for."""
-    allowed = int(free_bytes * MEMORY_SHARE)
+def lowered_to_memory(quota_bytes: int, free_bytes: int, held_bytes: int = 0) -> tuple[int, str]:
+    """The quota that the machine's free memory allows beside what is held already, and why it is less than was asked for."""
+    allowed = held_bytes + int(free_bytes * MEMORY_SHARE)
     if quota_bytes <= allowed:
         return quota_bytes, ""
     return allowed, (

@@ -47,8 +47,7 @@ class TierBoot(msgspec.Struct, frozen=True):
     """This process's part of the boot document."""
 
     kind: Tier
-    name: str
-    quota_bytes: int
+    name: str  # its table in the settings, where the quota is
     root: str = ""
     sweep_s: float = SWEEP_S
 
@@ -63,6 +62,7 @@ class TierProcess:
         self.store: Store[Any]
         self.dead_pids: frozenset[int] = frozenset()
         self._pids: dict[tuple[str, int], int] = {}
+        self._wanted_bytes = self._configured_bytes()
         self._replay: asyncio.Task[None] | None = None
         self._sweeping = False
         self._draining = False
@@ -73,6 +73,7 @@ class TierProcess:
         actor.on(protocol.Touch, self.touch)
         actor.on_up(self.peer_up)
         actor.on_down(self.peer_down)
+        actor.on_reconfigured(self.reconfigured)
 
     async def serve(self, _actor: Actor) -> dict[str, Any]:
         """Open the store; what is told to all peers."""
@@ -176,6 +177,33 @@ class TierProcess:
         )  # fmt: skip
         await index.call(message, protocol.Ok, deadline_s=INDEX_DEADLINE_S)
 
+    # --- the quota
+
+    def reconfigured(self) -> None:
+        """Take up a quota that has changed."""
+        if self._wanted_bytes != self._configured_bytes():
+            self._wanted_bytes = self._configured_bytes()
+            self.actor.spawn(self._requota())
+
+    def _configured_bytes(self) -> int:
+        return int(self.actor.boot.settings["tiers"][self.options.name]["quota_bytes"])
+
+    async def _requota(self) -> None:
+        """Nothing more is promised above it from now on; the index evicts what is stored above it."""
+        await self.in_thread(lambda: self.store.set_quota(self._wanted_bytes))
+        self.actor.log.info("tier.quota", quota_bytes=self.store.quota_bytes, note=self.store.note)
+        index = self.actor.peers.get("index")
+        if index is None:
+            return  # the next one hears it in the replay
+        message = protocol.Quota(
+            server=self.actor.id, incarnation=self.actor.incarnation, quota_bytes=self.store.quota_bytes,
+            note=self.store.note,
+        )  # fmt: skip
+        try:
+            await index.call(message, protocol.Ok, deadline_s=INDEX_DEADLINE_S)
+        except BarrelError as error:
+            self.actor.log.warning("quota.failed", code=error.code, reason=str(error))
+
     # --- looking around
 
     def flush_soon(self) -> None:
@@ -226,13 +254,13 @@ class TierProcess:
 
     def _open(self) -> None:
         """In the store's thread, so that jobs of messages that come early find the store open."""
-        options, actor = self.options, self.actor
+        options, actor, quota_bytes = self.options, self.actor, self._wanted_bytes
         if options.kind is Tier.RAM:
-            self.store = MemoryStore(actor.id, actor.incarnation, options.quota_bytes, free_memory_bytes)
+            self.store = MemoryStore(actor.id, actor.incarnation, quota_bytes, free_memory_bytes)
             return
         takes_memory = free_memory_bytes if options.kind is Tier.RAM_FILE else None
         root = Path(options.root)
-        self.store = FileStore(options.kind, actor.id, actor.incarnation, options.quota_bytes, root, takes_memory)
+        self.store = FileStore(options.kind, actor.id, actor.incarnation, quota_bytes, root, takes_memory)
 
 
 def limited(rows: Sequence[StoredRow], limit_bytes: int) -> Iterator[list[StoredRow]]:

@@ -83,6 +83,7 @@ class IndexProcess:
         on(protocol.CacheStats, self.stats)
         on(protocol.Evict, self.evict)
         on(protocol.Replay, self.replay)
+        on(protocol.Quota, self.quota)
         on(protocol.Adopt, self.adopt)
         on(protocol.Lost, self.lost)
         actor.on_down(self.peer_down)
@@ -260,6 +261,17 @@ class IndexProcess:
                 changes.add(catalog.stored.drop_orphans())
             changes.add(catalog.make_room(message.server, 0, now_s)[1])
         for deletion in self.errands.carry_out(changes):
+            await deletion
+        return protocol.Ok()
+
+    async def quota(self, message: protocol.Quota, _request: Request) -> protocol.Ok:
+        """A tier has another quota: what it holds above a smaller one goes, the least valuable first."""
+        account = self.catalog.stored.accounts.get(message.server)
+        if account is None or account.incarnation != message.incarnation:
+            return protocol.Ok()  # its replay, which is still to come, says it
+        account.quota_bytes, account.note = message.quota_bytes, message.note
+        _fits, changes = self.catalog.make_room(message.server, 0, time.time())
+        for deletion in self.errands.carry_out(changes, give_back=True):
             await deletion
         return protocol.Ok()
 

@@ -140,6 +140,20 @@ def test_quota_holds_for_rows_and_leases_together(bench: Bench) -> None:
     assert again.locations[0] is not None
 
 
+def test_quota_can_change(bench: Bench) -> None:
+    """Above a smaller quota no place is promised and nothing is lost; deletes make room below it; a larger one is used."""
+    locations = [bench.save(number) for number in range(4)]
+    bench.store.set_quota(2 * SIZE_BYTES)
+    assert bench.lease(9) is None
+    assert len(bench.keys()) == 4
+    bench.store.room(OWNER, locations[:3], [], give_back=True)
+    assert bench.lease(9) is not None
+    assert bench.lease(10) is None
+    bench.store.set_quota(4 * SIZE_BYTES)
+    assert [bench.lease(number) is not None for number in (10, 11, 12)] == [True, True, False]
+    assert (bench.store.quota_bytes, bench.store.note) == (4 * SIZE_BYTES, "")
+
+
 def test_oversized_image_gets_no_place(bench: Bench) -> None:
     """One image larger than the quota is refused, smaller ones after it are not."""
     wants = [Want(key_of(1), QUOTA_BYTES + 64), Want(key_of(2), SIZE_BYTES)]

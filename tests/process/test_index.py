@@ -52,8 +52,7 @@ class Cache:
         }
         self.tree = Tree({"tiers": tiers})
         self.boots = {
-            f"tier:{name}": {"kind": tier["kind"], "name": name, "quota_bytes": quota_bytes, "root": tier["root"]}
-            for name, tier in tiers.items()
+            f"tier:{name}": {"kind": tier["kind"], "name": name, "root": tier["root"]} for name, tier in tiers.items()
         }
         self.model = Caller(self.tree, "model:m")
         self.start_index()
@@ -69,6 +68,14 @@ class Cache:
         """A tier whose rows the index has heard."""
         self.tree.start(TIER, server, self.boots[server])
         self.reported(server)
+
+    def reconfigure(self, server: str, quota_bytes: int) -> None:
+        """Another quota for one tier, told to its process as a reload does."""
+        self.tree.settings["tiers"][server.removeprefix("tier:")]["quota_bytes"] = quota_bytes
+        self.tree.tell(server, protocol.Reconfigured(settings=self.tree.settings | {"log": {"level": "error"}}))
+        self.tree.until(
+            lambda: quota_bytes in [tier.quota_bytes for tier in self.stats().tiers if tier.server == server]
+        )
 
     def reported(self, server: str) -> None:
         """Wait for a tier's replay."""
@@ -295,6 +302,27 @@ def test_quota_holds(root: str, server: str) -> None:
         assert cache.counter("evictions") == 2
         assert cache.look(b"ij").via == "exact"
         assert cache.look(b"ab").nodes == []
+    finally:
+        cache.tree.close()
+
+
+@pytest.mark.parametrize("server", [RAM, DISK])
+def test_quota_changes_while_rows_are_there(root: str, server: str) -> None:
+    """A smaller quota evicts the oldest rows down to it, a larger one takes more, and a tier that dies comes back with it."""
+    cache = Cache(root, quota_bytes=4 * IMAGE_BYTES)
+    try:
+        for text in (b"ab", b"cd", b"ef", b"gh"):
+            cache.save(new(b"", text), server=server)
+        cache.reconfigure(server, 2 * IMAGE_BYTES)
+        assert [cache.look(text).via for text in (b"ab", b"cd", b"ef", b"gh")] == ["none", "none", "exact", "exact"]
+        assert cache.counter("evictions") == 2
+        cache.reconfigure(server, 5 * IMAGE_BYTES)
+        for text in (b"ij", b"kl", b"mn"):
+            cache.save(new(b"", text), server=server)
+        assert len(cache.rows()) == 5
+        cache.tree.kill(server)
+        cache.start_tier(server)
+        assert [tier.quota_bytes for tier in cache.stats().tiers if tier.server == server] == [5 * IMAGE_BYTES]
     finally:
         cache.tree.close()
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ CONFIG = """
 dir = "{base}/run"
 state_dir = "{base}/state"
 [tiers.ram]
-quota_bytes = "64MiB"
+quota_bytes = "{ram}"
 [tiers.ram_file]
 enabled = false
 [writer]
@@ -58,9 +58,9 @@ class Service:
                 env={**os.environ, "NOTIFY_SOCKET": f"{base}/notify", "WATCHDOG_USEC": "400000"},
             )  # fmt: skip
 
-    def configure(self, more: str) -> None:
+    def configure(self, more: str, ram: str = "64MiB") -> None:
         """Write the configuration file anew."""
-        self.config.write_text(CONFIG.format(base=self._base, more=more))
+        self.config.write_text(CONFIG.format(base=self._base, more=more, ram=ram))
 
     def hear(self, wanted: str) -> str:
         """The next line that begins with `wanted`; the ones before it are kept in `heard`."""
@@ -85,6 +85,14 @@ class Service:
             self.hear("nothing begins like this")
         self._manager.close()
         return self.process.wait(DEADLINE_S)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return when it holds; fails after a deadline."""
+    until_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -137,6 +145,22 @@ def test_reload_says_what_waits(service: Service) -> None:
     service.end()
     # At `error` a stop is not worth a line; at the `info` of the start it is.
     assert "child.stopping" not in (service.state_dir / "log" / "router.log").read_text()
+
+
+def test_reload_changes_quotas(service: Service) -> None:
+    """A tier has its new quota at once, without a restart, and keeps it through one."""
+    service.configure("", ram="1MiB")
+    assert ask_supervisor(service.dir, Reload(), Reloaded) == Reloaded(changed=["tiers.ram.quota_bytes"], pending=[])
+    with Client(f"ipc://{service.dir}/router") as client:
+
+        def has_quota() -> bool:
+            return ("tier:ram", 1 << 20) in [
+                (tier.server, tier.quota_bytes) for tier in client.cache.stats().tiers if tier.up
+            ]
+
+        wait_for(has_quota)
+        client.restart("tier:ram")
+        wait_for(has_quota)
 
 
 STRANGER = """

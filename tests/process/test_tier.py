@@ -51,12 +51,17 @@ def root() -> Iterator[str]:
 
 def boot(kind: str, root: str, **more: Any) -> dict[str, Any]:
     """The tier's part of the boot document."""
-    return {"kind": kind, "name": kind, "quota_bytes": QUOTA_BYTES, "root": "" if kind == "ram" else root, **more}
+    return {"kind": kind, "name": kind, "root": "" if kind == "ram" else root, **more}
+
+
+def quota(kind: str, quota_bytes: int = QUOTA_BYTES) -> dict[str, Any]:
+    """The tier's part of the settings."""
+    return {"tiers": {kind: {"quota_bytes": quota_bytes}}}
 
 
 def tier(world: World, kind: str, root: str, **more: Any) -> Child:
     """A tier and an index that heard its replay."""
-    child = world.child(MODULE, f"tier:{kind}", boot(kind, root, **more))
+    child = world.child(MODULE, f"tier:{kind}", boot(kind, root, **more), settings=quota(kind))
     world.index_up(child, 1)
     replayed(world)
     return child
@@ -242,7 +247,7 @@ def test_row_that_the_index_does_not_want_goes(world: World, root: str) -> None:
 def test_root_that_cannot_be_made_is_said_at_once(world: World) -> None:
     """A tier that can never start says so, instead of dying again and again."""
     Path(world.runtime_dir, "file").write_text("")
-    child = Child(world, MODULE, "tier:disk", boot("disk", f"{world.runtime_dir}/file/kvc"), {})
+    child = Child(world, MODULE, "tier:disk", boot("disk", f"{world.runtime_dir}/file/kvc"), {}, quota("disk"))
     world.children.append(child)
     world.until(lambda: any(isinstance(message, protocol.CannotStart) for message in world.told))
     assert child.wait() == 78
@@ -255,7 +260,7 @@ def test_rows_of_a_large_tier_come_in_batches(world: World, root: str) -> None:
         path = Path(root, names.file_name(key))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(sealed(replace(META, key=key), PAYLOAD))
-    child = world.child(MODULE, "tier:disk", boot("disk", root) | {"quota_bytes": 1 << 30})
+    child = world.child(MODULE, "tier:disk", boot("disk", root), settings=quota("disk", 1 << 30))
     world.index_up(child, 1)
     assert len(replayed(world)) == 1200
     assert [len(replay.rows) for replay in world.heard_of(protocol.Replay)] == [500, 500, 200, 0]
@@ -282,7 +287,7 @@ def small_root(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_file_system_gives_no_place(world: World, small_root: Path) -> None:
     """The quota is lowered to what is there, with a note, and what would not fit gets no place."""
-    child = world.child(MODULE, "tier:disk", boot("disk", str(small_root)) | {"quota_bytes": 1 << 30})
+    child = world.child(MODULE, "tier:disk", boot("disk", str(small_root)), settings=quota("disk", 1 << 30))
     world.index_up(child, 1)
     replayed(world)
     replay = world.heard_of(protocol.Replay)[0]

@@ -54,10 +54,11 @@ class World:
         self.refuse: dict[type[Message], BarrelError] = {}  # what the index answers with an error
 
     def child(
-        self, module: str, child_id: str, boot: dict[str, Any], environment: dict[str, str] | None = None
-    ) -> "Child":
+        self, module: str, child_id: str, boot: dict[str, Any], environment: dict[str, str] | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> "Child":  # fmt: skip
         """A running child that said it is ready."""
-        child = Child(self, module, child_id, boot, environment or {})
+        child = Child(self, module, child_id, boot, environment or {}, settings)
         self.children.append(child)
         self.until(lambda: any(isinstance(m, protocol.Ready) and m.incarnation == child.incarnation for m in self.told))
         return child
@@ -132,8 +133,9 @@ class Child:
     next_incarnation = 100
 
     def __init__(
-        self, world: World, module: str, child_id: str, boot: dict[str, Any], environment: dict[str, str]
-    ) -> None:
+        self, world: World, module: str, child_id: str, boot: dict[str, Any], environment: dict[str, str],
+        settings: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         Child.next_incarnation += 1
         self.world = world
         self.id = child_id
@@ -144,8 +146,8 @@ class Child:
         )  # fmt: skip
         document = {
             "id": child_id, "incarnation": self.incarnation, "runtime_dir": str(world.runtime_dir),
-            "state_dir": str(world.runtime_dir), "parent_pid": os.getpid(), "settings": {}, "boot": boot,
-            "log_level": "error",
+            "state_dir": str(world.runtime_dir), "parent_pid": os.getpid(), "settings": settings or {},
+            "boot": boot, "log_level": "error",
         }  # fmt: skip
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(document).encode() + b"\n")

@@ -40,6 +40,22 @@ def test_full_is_none() -> None:
     assert extents.allocate(64) is None
 
 
+def test_smaller_capacity() -> None:
+    """Warm memory above a smaller capacity is given back at once, what is allocated there when it is freed."""
+    extents = Extents(4096, 65536)
+    places = [extents.allocate(1024) for _ in range(4)]
+    offsets = [place.offset for place in places if place is not None]
+    extents.free(offsets[3], give_back=False)
+    assert extents.resize(2048) == [Range(3072, 4096)]
+    assert extents.allocate(64) is None
+    assert extents.free(offsets[0], give_back=False) == Range(0, 1024)
+    assert extents.free(offsets[1], give_back=False) is None
+    extents.check()
+    assert extents.resize(4096) == []
+    assert [extents.allocate(1024) is not None for _ in range(4)] == [True, True, True, False]
+    extents.check()
+
+
 def test_given_back_memory_is_named() -> None:
     """A free that gives back returns its range, and the free range around it."""
     extents = Extents(4096, 65536)

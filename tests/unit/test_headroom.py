@@ -81,6 +81,23 @@ def test_quota_is_lowered_with_a_note(quota_bytes: int, free_bytes: int, usable_
     assert (f"lowered from {quota_bytes} to {usable_bytes} bytes" in note) == (usable != quota_bytes)
 
 
+def test_quota_that_grows_counts_what_is_held() -> None:
+    """What the tier holds already may stay beside half of the free memory; more is lowered, and above its address space too."""
+    free = [64 * MIB]
+    store = MemoryStore("tier:ram", 1, 20 * MIB, lambda: free[0])
+    try:
+        store.room(Owner("model:tiny", 1), [], [Want(bytes(32), 8 * MIB)], give_back=False)
+        store.set_quota(60 * MIB)
+        assert (store.quota_bytes, "lowered from" in store.note) == (40 * MIB, True)
+        free[0] = 1024 * MIB
+        store.set_quota(60 * MIB)
+        assert (store.quota_bytes, store.note) == (60 * MIB, "")
+        store.set_quota(128 * MIB)
+        assert (store.quota_bytes, "until tier:ram is restarted" in store.note) == (64 * MIB, True)
+    finally:
+        store.close()
+
+
 def test_no_place_when_memory_got_short() -> None:
     """A quota that was fine at the start is not used when the memory is gone since: no place, instead of a kill."""
     free = [1024 * MIB]

@@ -32,7 +32,17 @@ def test_nothing_changed() -> None:
         ({"log": {"format": "console"}}, (), ("log.format",)),
         ({"pressure": {"high_watermark": 0.9}}, ("pressure.high_watermark",), ()),
         ({"limits": {"max_requests": 7}}, ("limits.max_requests",), ()),
-        ({"tiers": {"ram": {"quota_bytes": "1GiB"}}}, (), ("tiers.ram.quota_bytes",)),
+        ({"tiers": {"ram": {"quota_bytes": "1GiB"}}}, ("tiers.ram.quota_bytes",), ()),
+        (
+            {
+                "tiers": {
+                    "disk": {"quota_bytes": "1GiB", "root": "/x"},
+                    "cold": {"kind": "disk", "quota_bytes": 1, "root": "/y"},
+                }
+            },
+            ("tiers.disk.quota_bytes",),
+            ("tiers.disk.root", "tiers.cold"),
+        ),
         ({"models": {"m": {"model_path": "/m.gguf"}}}, ("models.m",), ()),
         ({"cache": {"salt": "x"}, "log": {"level": "error"}}, ("log.level",), ("cache.salt",)),
     ],
@@ -45,9 +55,12 @@ def test_keys_are_named(new: dict[str, Any], changed: tuple[str, ...], pending: 
 
 def test_processes_never_disagree() -> None:
     """What waits keeps its old value for processes that start later, so that all have the same."""
-    planned = plan({}, {"cache": {"block_tokens": 64, "salt": "x"}, "log": {"level": "error"}})
+    disk = {"root": "/x", "quota_bytes": 5}
+    planned = plan({}, {"cache": {"block_tokens": 64, "salt": "x"}, "log": {"level": "error"}, "tiers": {"disk": disk}})
     assert planned.effective.cache == settings({}).cache
     assert planned.effective.log.level == "error"
+    assert planned.effective.tiers["disk"].root == settings({}).tiers["disk"].root
+    assert planned.effective.tiers["disk"].quota_bytes == 5
 
 
 def test_models_that_start_with_the_runtime() -> None:
