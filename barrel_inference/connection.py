@@ -12,7 +12,7 @@ from barrel_inference import codec, curve, protocol
 from barrel_inference.errors import ProtocolError
 from barrel_inference.protocol import ErrorBody, Header, Kind, Message
 from barrel_inference.resubmission import ConnectionLost
-from barrel_inference.transport import Frames, Unreachable, connect_dealer
+from barrel_inference.transport import Frames, LinkNews, Unreachable, connect_dealer
 
 # A local connection takes a millisecond; a router that does not shake hands in this time is stopped or hung.
 CONNECT_DEADLINE_S = 2.0
@@ -45,6 +45,7 @@ class Connection:
         self._calls: dict[str, Call] = {}
         self._linked: asyncio.Future[bool] = self._loop.create_future()
         self.is_lost = False
+        self.is_refused = False  # the runtime does not know this client's key
         self._socket = connect_dealer(context, endpoint, self._on_frames, self._on_link, curve.client_keys(endpoint))
         self._silence_timer = self._loop.call_later(SILENCE_CHECK_S, self._check_silence)
 
@@ -112,10 +113,11 @@ class Connection:
         except Unreachable:
             raise ConnectionLost from None
 
-    def _on_link(self, stands: bool) -> None:
-        if stands and not self._linked.done():
+    def _on_link(self, news: LinkNews) -> None:
+        self.is_refused = self.is_refused or news == "refused"
+        if news == "stands" and not self._linked.done():
             self._linked.set_result(True)
-        elif not stands:
+        elif news != "stands":
             # Not from inside the monitor's own callback: closing the socket closes the monitor.
             self._loop.call_soon(self.lose)
 
@@ -163,10 +165,10 @@ class Connection:
             self._silence_timer = self._loop.call_later(SILENCE_CHECK_S, self._check_silence)
 
 
-def has_supervisor(endpoint: str) -> bool:
-    """Does a supervisor live beside this router's socket? Then the router is only being restarted."""
+def has_supervisor(endpoint: str) -> bool | None:
+    """Does a supervisor live beside this router's socket? Then the router is only being restarted. None: it cannot be seen."""
     if not endpoint.startswith("ipc://"):
-        return False
+        return None
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     probe.settimeout(0.2)
     try:

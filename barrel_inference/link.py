@@ -23,8 +23,13 @@ T = TypeVar("T")
 # A router is back in a tenth of a second, and after several deaths in backoff_max_s (5 s).
 ROUTER_PATIENCE_S = 15.0
 
+# From another machine nobody sees whether a supervisor is there. Who has not had an answer yet waits for one restart.
+STRANGER_PATIENCE_S = 2.0
+
 # How long a request waits for its model to be loaded again when it has no deadline of its own.
 MODEL_PATIENCE_S = 600.0
+
+_REFUSED_HINT = "have it added (`barrelctl keys add`), and taken up (`barrelctl reload`)"
 
 _POLL_S = (0.02, 0.05, 0.1, 0.25)
 
@@ -76,12 +81,14 @@ class Link:
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._is_closed = False
+        self._has_met = False  # the runtime has answered here before
 
     async def connection(self) -> Connection:
         """A connection that stands, as far as anybody knows.
 
         Raises:
-            NoRuntime: nobody answers, and no supervisor is there that would restart who should.
+            NoRuntime: nobody answers, and no supervisor is there that would restart who should; over TCP, nobody answered
+                for a while.
         """
         if self._connection is not None and not self._connection.is_lost:
             return self._connection
@@ -93,7 +100,7 @@ class Link:
     async def _connect(self) -> Connection:
         if self._is_closed:
             raise NoRuntime("the client is closed", hint="make a new Client")
-        patience = Deadline(ROUTER_PATIENCE_S if self.retry else 0.0)
+        patience = Deadline(self._patience_s())
         for pause_s in _pauses():
             if self._context is None:
                 self._context = zmq.Context()
@@ -101,6 +108,7 @@ class Link:
             try:
                 if await connection.linked():
                     await self._greet(connection)
+                    self._has_met = True
                     return connection
             except ConnectionLost:
                 pass  # it broke again at once; the next turn finds out what is there
@@ -108,10 +116,21 @@ class Link:
                 connection.lose()
                 raise
             connection.lose()
-            if patience.left_s == 0.0 or not has_supervisor(self.endpoint):
+            if connection.is_refused:
+                raise NoRuntime(f"the runtime at {self.endpoint} does not know this client's key", hint=_REFUSED_HINT)
+            if patience.left_s == 0.0 or has_supervisor(self.endpoint) is False:
                 break
             await asyncio.sleep(pause_s)
-        raise NoRuntime(f"no runtime answers at {self.endpoint}", hint="start one with `barrelctl start`")
+        is_remote = self.endpoint.startswith("tcp://")
+        hint = "check the address, and server.key" if is_remote else "start one with `barrelctl start`"
+        raise NoRuntime(f"no runtime answers at {self.endpoint}", hint=hint)
+
+    def _patience_s(self) -> float:
+        """How long a router that does not answer is waited for."""
+        if not self.retry:
+            return 0.0
+        is_known = self._has_met or has_supervisor(self.endpoint) is not None
+        return ROUTER_PATIENCE_S if is_known else STRANGER_PATIENCE_S
 
     async def _greet(self, connection: Connection) -> None:
         """The first call: a runtime of another version says so here."""

@@ -12,7 +12,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import zmq
 
@@ -27,6 +27,9 @@ MAX_SOCKET_PATH_BYTES = 107
 HIGH_WATER_MESSAGES = 2000
 
 Frames = list[bytes]
+
+# News of a connection; refused: by a runtime that does not know this client's key.
+LinkNews = Literal["stands", "broken", "refused"]
 
 
 class CurveKeys(NamedTuple):
@@ -173,12 +176,12 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", path: Path, on_frames
 
 def connect_dealer(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_frames: Callable[[Frames], None],
-    on_link: Callable[[bool], None] | None = None, curve: CurveKeys | None = None,
+    on_link: Callable[[LinkNews], None] | None = None, curve: CurveKeys | None = None,
 ) -> Socket:  # fmt: skip
     """A connection to a server process, under a random identity that ZeroMQ chooses.
 
-    `on_link` is called with True once it stands, and with False whenever it could not be made or broke. Children need it not:
-    the supervisor tells them.
+    `on_link` is called once it stands, and whenever it could not be made or broke. Children need it not: the supervisor
+    tells them.
     """
     zsocket = context.socket(zmq.DEALER)
     _configure(zsocket)
@@ -197,18 +200,22 @@ def connect_dealer(
     return Socket(zsocket, on_frames, monitor)
 
 
-def _watch(zsocket: "zmq.Socket[bytes]", on_link: Callable[[bool], None]) -> Socket:
-    stands, broken = (
-        zmq.EVENT_HANDSHAKE_SUCCEEDED,
-        zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED,
-    )
+_LINK_EVENTS: dict[int, LinkNews] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "stands",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused",
+    zmq.EVENT_DISCONNECTED: "broken",
+    zmq.EVENT_CLOSED: "broken",
+    zmq.EVENT_CONNECT_RETRIED: "broken",
+}
 
+
+def _watch(zsocket: "zmq.Socket[bytes]", on_link: Callable[[LinkNews], None]) -> Socket:
     def on_event(frames: Frames) -> None:
         event = int.from_bytes(frames[0][:2], sys.byteorder)  # zmq_socket_monitor(3): u16 event, u32 value
-        if event & (stands | broken):
-            on_link(bool(event & stands))
+        if (news := _LINK_EVENTS.get(event)) is not None:
+            on_link(news)
 
-    return Socket(zsocket.get_monitor_socket(stands | broken), on_event)
+    return Socket(zsocket.get_monitor_socket(sum(_LINK_EVENTS)), on_event)
 
 
 def _configure(zsocket: "zmq.Socket[bytes]") -> None:

@@ -1,6 +1,8 @@
 """Clients over TCP: who gets in, what they may ask, and that tenants share nothing."""
 
+import os
 import shutil
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,7 +114,7 @@ def test_what_is_for_this_user_only(remote: Callable[[str], Client]) -> None:
 
 def test_strangers_stay_out(remote: Callable[[str], Client], endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown key, and no key at all, get no answer."""
-    with pytest.raises(NoRuntime):
+    with pytest.raises(NoRuntime, match="does not know this client's key"):
         remote("stranger").models()
     monkeypatch.delenv("BARREL_CURVE")
     with Client(endpoint) as client, pytest.raises(InvalidArgument, match="BARREL_CURVE"):
@@ -122,6 +124,18 @@ def test_strangers_stay_out(remote: Callable[[str], Client], endpoint: str, monk
     with pytest.raises(AssertionError, match="no answer"):
         plain.receive(timeout_ms=500)
     plain.close()
+
+
+def test_death_of_the_router_is_a_pause(runtime: Runtime, remote: Callable[[str], Client]) -> None:
+    """A stream over TCP goes on where it was when the router comes back, and a client that is new then waits for it."""
+    alice = remote("alice")
+    quiet = alice.complete("tiny", PROMPT, response_tokens=40).generated
+    with alice.stream("tiny", PROMPT, response_tokens=40) as stream:
+        next(stream)
+        os.kill(runtime.processes()["router"], signal.SIGKILL)
+        assert remote("bob").phase("tiny") in ("generating", "idle")
+        result = stream.result()
+    assert (result.generated, result.finish_reason, result.resubmitted) == (quiet, "length", 1)
 
 
 def test_local_clients_are_as_before(runtime: Runtime) -> None:
