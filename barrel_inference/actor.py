@@ -78,7 +78,6 @@ class Boot(msgspec.Struct, frozen=True):
     parent_pid: int
     settings: dict[str, Any]  # the whole configuration, as `config.dump` wrote it
     boot: dict[str, Any]  # this child's own part of its specification
-    log_json: bool = True
     log_level: str = "info"
 
 
@@ -511,7 +510,7 @@ def run(
     """
     boot = read_boot()
     die_with_parent(boot.parent_pid)
-    events.configure(json=boot.log_json, level=boot.log_level)
+    events.configure(level=boot.log_level)
     actor = Actor(boot)
     try:
         asyncio.run(actor._live(make(actor), drain))

@@ -40,6 +40,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True):
 
     dir: str
     state_dir: str
+    log_dir: str
     endpoint: str
     socket_group: str
     tcp: str
@@ -125,7 +126,7 @@ class LogSettings(msgspec.Struct, frozen=True):
     """`[log]`."""
 
     level: Literal["debug", "info", "warning", "error"]
-    format: Literal["json", "console"]
+    format: Literal["auto", "json", "console"]
 
 
 class MetricsSettings(msgspec.Struct, frozen=True):
@@ -255,12 +256,19 @@ def default_runtime_dir(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_state_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where a user's runtime keeps its disk tier and logs when nothing is configured."""
+    """Where a user's runtime keeps its disk tier when nothing is configured."""
     if systemd := environment.get("STATE_DIRECTORY"):
         return Path(systemd.split(":")[0])
     if xdg := environment.get("XDG_STATE_HOME"):
         return Path(xdg) / "barrel-inference"
     return Path("~/.local/state/barrel-inference").expanduser()
+
+
+def default_log_dir(state_dir: Path, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the logs go when nothing is configured."""
+    if systemd := environment.get("LOGS_DIRECTORY"):
+        return Path(systemd.split(":")[0])
+    return state_dir / "log"
 
 
 def resolve(
@@ -273,12 +281,16 @@ def resolve(
     """The settings with every directory filled in and absolute; the arguments win over what is configured."""
     runtime = Path(_absolute(runtime_dir or settings.runtime.dir or default_runtime_dir(environment)))
     state = Path(_absolute(state_dir or settings.runtime.state_dir or default_state_dir(environment)))
+    # A private runtime's logs go with its state, whatever service the program is that it belongs to.
+    default_log = state / "log" if state_dir else default_log_dir(state, environment)
+    log = _absolute(settings.runtime.log_dir or default_log)
     return msgspec.structs.replace(
         settings,
         runtime=msgspec.structs.replace(
             settings.runtime,
             dir=str(runtime),
             state_dir=str(state),
+            log_dir=log,
             endpoint=settings.runtime.endpoint or f"ipc://{runtime / 'router'}",
             curve=_absolute(settings.runtime.curve) if settings.runtime.curve else "",
         ),

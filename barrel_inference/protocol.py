@@ -393,6 +393,7 @@ class StatusReply(Message, frozen=True):
     uptime_s: float
     runtime_dir: str
     state_dir: str
+    log_dir: str
     children: list[ChildRow]
     supervisor_pid: int
     models: list[ModelRow]

@@ -28,6 +28,7 @@ import zmq
 from barrel_inference import codec, config, protocol
 from barrel_inference.config import Settings
 from barrel_inference.errors import DeadlineExceeded, InternalError, InvalidArgument, NoRuntime
+from barrel_inference.log_file import open_log
 from barrel_inference.protocol import ErrorBody, Header, Kind, Message, Ok, StopTree, TreeRows, TreeStatus
 from barrel_inference.supervisor.notify import Started
 from barrel_inference.tiers import policy
@@ -174,7 +175,7 @@ def start_daemon(settings: Settings, *, timeout_s: float | None = None, source: 
     """Start a runtime in the background and wait until it is ready; the value is its supervisor's pid.
 
     Raises:
-        BarrelError: why it did not start; its log is `<state_dir>/log/supervisor.log`.
+        BarrelError: why it did not start; its log is `<log_dir>/supervisor.log`.
     """
     arguments = ["--detach", *(source.arguments() if source else [])]
     launched = _launch(config.resolve(settings), arguments, stdin=subprocess.DEVNULL)
@@ -275,22 +276,21 @@ class _Launched:
 
 
 def _launch(settings: Settings, arguments: list[str], *, stdin: int, keep_fd: int | None = None) -> _Launched:
-    log_path = Path(settings.runtime.state_dir) / "log" / "supervisor.log"
+    log_path = Path(settings.runtime.log_dir) / "supervisor.log"
     try:
-        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = open(log_path, "ab")  # noqa: SIM115 - closed by the `with` below; this one is for the error's sake
+        log_fd = open_log(log_path)
     except OSError as error:
-        raise InvalidArgument(f"runtime.state_dir cannot be used: {error}") from None
+        raise InvalidArgument(f"runtime.log_dir cannot be used: {error}") from None
     ready_fd, child_ready_fd = os.pipe()
     config_fd = _config_file(settings)
     keep = [config_fd, child_ready_fd, *([] if keep_fd is None else [keep_fd])]
     try:
-        with log:
-            process = subprocess.Popen(
-                [*_command(config_fd), "--ready-fd", str(child_ready_fd), *arguments],
-                stdin=stdin, stdout=log, stderr=log, pass_fds=keep, start_new_session=True,
-            )  # fmt: skip
+        process = subprocess.Popen(
+            [*_command(config_fd), "--ready-fd", str(child_ready_fd), *arguments],
+            stdin=stdin, stdout=log_fd, stderr=log_fd, pass_fds=keep, start_new_session=True,
+        )  # fmt: skip
     finally:
+        os.close(log_fd)
         os.close(config_fd)
         os.close(child_ready_fd)
     return _Launched(process, os.fdopen(ready_fd, "rb"), log_path)

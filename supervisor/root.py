@@ -26,6 +26,7 @@ from barrel_inference import codec, config, events
 from barrel_inference.actor import Boot as BootDocument
 from barrel_inference.config import Settings
 from barrel_inference.errors import BarrelError, InternalError, InvalidArgument, NotSupported
+from barrel_inference.log_file import open_log
 from barrel_inference.protocol import (
     Beat,
     CannotStart,
@@ -88,7 +89,7 @@ class Supervisor:
         self._is_tied = options.is_tied
         self._read_again = options.read_again or (lambda: settings)
         self._dir = Path(settings.runtime.dir)
-        self._log_dir = Path(settings.runtime.state_dir) / "log"
+        self._log_dir = Path(settings.runtime.log_dir)
         self._settings_plain = config.dump(settings)
         # systemd's variables are for this process alone.
         self._environment = {k: v for k, v in os.environ.items() if k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
@@ -281,7 +282,7 @@ class Supervisor:
             BootDocument(
                 id=child.id, incarnation=incarnation, runtime_dir=str(self._dir),
                 state_dir=self._settings.runtime.state_dir, parent_pid=os.getpid(), settings=self._settings_plain,
-                boot=child.boot, log_json=True, log_level=self._settings.log.level,
+                boot=child.boot, log_level=self._settings.log.level,
             )
         )  # fmt: skip
         try:
@@ -366,13 +367,15 @@ def main(argv: list[str] | None = None) -> int:
         if given.detach:
             _detach()
         claims = [runtime_dir.claim(own_dir, "runtime.dir"), runtime_dir.claim(state_dir, "runtime.state_dir")]
+        log = open_log(Path(settings.runtime.log_dir) / "supervisor.log")
     except (BarrelError, OSError) as error:
         body = codec.error_body(error if isinstance(error, BarrelError) else InvalidArgument(str(error)))
         report_start(given.ready_fd, body)
         print(f"barreld: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
     os.umask(0o077)  # sockets and files are this user's, whatever the modes of their directories
-    events.configure(json=settings.log.format == "json", level=settings.log.level)
+    style = events.style_for(settings.log.format, 2, os.environ)
+    events.configure(level=settings.log.level, style=style, keep=log)
     runtime_dir.sweep(own_dir)
     sources = arguments.with_sources(given)
     options = Options(given.ready_fd, given.alive_fd, given.tied, lambda: arguments.settings_of(sources))

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from barrel_inference.errors import InvalidArgument
+from barrel_inference.log_file import open_log
 from barrel_inference.protocol import ChildSpec
 
 _PIPE_BYTES = 64 * 1024
 # The kernel's limit for users, /proc/sys/fs/pipe-max-size. A boot document above it would block the supervisor.
 MAX_BOOT_BYTES = 1024 * 1024
 
-# A log that has grown beyond this is set aside when its process starts the next time; one old log is kept.
-_LOG_BYTES = 32 * 1024 * 1024
 _TAIL_BYTES = 8192
 
 
@@ -42,8 +41,8 @@ class Process:
         self._on_exit = on_exit
         self._is_reaped = False
         self._log_path = log_path
-        with open_log(log_path) as log:
-            self._log_start = log.tell()
+        with _log_or_nothing(log_path) as log:
+            self._log_start = log.seek(0, os.SEEK_END)
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", spec.module, spec.id],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, bufsize=0,
@@ -92,13 +91,12 @@ class Process:
         self._on_exit(status, describe_exit(status) + (f": {said}" if said else ""))
 
 
-def open_log(path: Path) -> BinaryIO:
-    """A log file to append to; one that has grown too long is set aside first."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size > _LOG_BYTES:
-            path.rename(path.with_suffix(".log.old"))
-    return open(path, "ab")
+def _log_or_nothing(path: Path) -> BinaryIO:
+    """Its log; on a disk that takes no new file a process goes without."""
+    try:
+        return os.fdopen(open_log(path), "ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def describe_exit(status: int) -> str:
@@ -132,7 +130,7 @@ def _tail(path: Path, start: int) -> str:
     try:
         with open(path, "rb") as log:
             end = log.seek(0, os.SEEK_END)
-            log.seek(max(start, end - _TAIL_BYTES))
+            log.seek(max(start if start <= end else 0, end - _TAIL_BYTES))  # begun anew, if it is shorter now
             return log.read().decode(errors="replace")
     except OSError:  # somebody removed it; the exit status has to do
         return ""

@@ -53,6 +53,7 @@ class Observers:
         return StatusReply(
             version=importlib.metadata.version("barrel-inference"), uptime_s=_process_age_s(os.getppid()),
             runtime_dir=str(self.actor.runtime_dir), state_dir=str(self.actor.state_dir),
+            log_dir=self.actor.boot.settings["runtime"]["log_dir"],
             children=tree.children, supervisor_pid=tree.supervisor_pid, models=self.registry.rows(),
             tiers=[msgspec.to_builtins(tier) for tier in cache.tiers],
             pressure=pressure.status if pressure else None, cores=usable_cores(),

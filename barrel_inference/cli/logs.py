@@ -54,7 +54,7 @@ def log_dir(config: Path | None) -> Path:
     if config is None:
         try:
             with context.connected(timeout_s=5.0) as client:
-                return Path(client.status()["state_dir"]) / "log"
+                return Path(client.status()["log_dir"])
         except NoRuntime:
             if context.endpoint is not None:
                 raise
@@ -63,7 +63,7 @@ def log_dir(config: Path | None) -> Path:
     from barrel_inference import runtime
 
     settings = configuration.resolve(runtime.read_settings(config))
-    return Path(settings.runtime.state_dir) / "log"
+    return Path(settings.runtime.log_dir)
 
 
 def _files(directory: Path, process: str | None) -> Iterator[Path]:

@@ -12,6 +12,13 @@ from barrel_inference.cli import output, unit
 from barrel_inference.errors import InvalidArgument, NotSupported
 
 
+_AFTER_SYSTEM = f"""\
+it runs; see it with: systemctl status {unit.NAME}
+clients use it with:  export BARREL_ENDPOINT=ipc:///run/{unit.NAME}/router
+let a user in with:   usermod -aG {unit.NAME} USER"""
+_AFTER_USER = f"it runs; see it with: systemctl --user status {unit.NAME}"
+
+
 def install_service(
     system: Annotated[
         bool, typer.Option("--system/--user", help="For the machine (as root), or for this user.")
@@ -41,6 +48,8 @@ def install_service(
         _write(root / path.relative_to("/"), text, dry_run=dry_run)
     for command in [] if is_packaging else _commands(system=system):
         _run(command, dry_run=dry_run)
+    if not is_packaging and not dry_run:
+        output.note(_AFTER_SYSTEM if system else _AFTER_USER)
 
 
 def _system_files(paths: unit.Paths) -> dict[Path, str]:

@@ -50,9 +50,11 @@ Group={name}
 RuntimeDirectory={name}
 # Members of the group reach the one socket that is theirs; nothing else can be listed or opened.
 RuntimeDirectoryMode=0710
-# The disk tier, and the logs of the processes (in log/).
 StateDirectory={name}
 StateDirectoryMode=0700
+# A log of every process, which `barrelctl logs` reads; the supervisor's is in the journal as well.
+LogsDirectory={name}
+LogsDirectoryMode=0700
 ConfigurationDirectory={name}
 LimitMEMLOCK=infinity
 MemoryHigh=85%

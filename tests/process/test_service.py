@@ -55,7 +55,10 @@ class Service:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "barrel_inference.supervisor.root", "--config", str(self.config)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**os.environ, "NOTIFY_SOCKET": f"{base}/notify", "WATCHDOG_USEC": "400000"},
+                env={
+                    **os.environ, "NOTIFY_SOCKET": f"{base}/notify", "WATCHDOG_USEC": "400000",
+                    "LOGS_DIRECTORY": f"{base}/logs",
+                },
             )  # fmt: skip
 
     def configure(self, more: str, ram: str = "64MiB") -> None:
@@ -116,6 +119,10 @@ def test_the_manager_is_told(service: Service) -> None:
     service.hear("WATCHDOG=1")
     assert service.end() == 0
     assert "STOPPING=1" in service.heard
+    # Its own events too, although they go to the manager's journal: `barrelctl logs` and `doctor` read them here.
+    assert sorted(path.stem for path in (service.state_dir.parent / "logs").iterdir()) == [
+        "index", "pressure", "router", "supervisor", "tier:disk", "tier:ram", "writer:0",
+    ]  # fmt: skip
 
 
 def test_hangup_reloads(service: Service) -> None:
@@ -144,7 +151,7 @@ def test_reload_says_what_waits(service: Service) -> None:
     assert ask_supervisor(service.dir, Reload(), Reloaded) == Reloaded(changed=[], pending=[])
     service.end()
     # At `error` a stop is not worth a line; at the `info` of the start it is.
-    assert "child.stopping" not in (service.state_dir / "log" / "router.log").read_text()
+    assert "child.stopping" not in (service.state_dir.parent / "logs" / "router.log").read_text()
 
 
 def test_reload_changes_quotas(service: Service) -> None:

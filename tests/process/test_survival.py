@@ -1,5 +1,6 @@
 """Deaths, hangs and full disks while requests run: what the callers see (whole runtimes, stub and tiny real models)."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -406,6 +407,24 @@ def test_a_full_file_system(tmp_path: Path, tier: str) -> None:
                 assert reply == client.complete(solo, prompt, response_tokens=4).generated
             stats = {one.server: one for one in client.cache.stats().tiers}[f"tier:{tier}"]
             assert stats.stored_bytes <= 1 << 20
+            assert {name: pid for name, pid in runtime.processes().items() if name in pids} == pids
+
+
+def test_a_full_disk_below_the_logs(tmp_path: Path) -> None:
+    """Where not even a line can be logged everything goes on: requests, restarts, loads."""
+    with small_file_system(tmp_path) as small:
+        config = SMALL | {"runtime": {"log_dir": str(small)}}
+        with Runtime(config) as runtime, runtime.client() as client:
+            model = stub(client, step_ms=0)
+            with contextlib.suppress(OSError), (small / "fill").open("wb", buffering=0) as fill:
+                while fill.write(bytes(4096)):
+                    pass
+            for number in range(20):  # a line of each process is in the way of the next page
+                client.complete(model, [number, *PROMPT], response_tokens=1)
+            pids = runtime.processes()
+            os.kill(pids.pop("router"), signal.SIGKILL)
+            for name in (model, stub(client, step_ms=0)):
+                assert client.complete(name, PROMPT, response_tokens=4).completion_tokens == 4
             assert {name: pid for name, pid in runtime.processes().items() if name in pids} == pids
 
 

@@ -168,17 +168,25 @@ def test_two_state_directories_have_two_ram_file_roots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "runtime_dir", "state_dir"),
+    ("environment", "runtime_dir", "state_dir", "log_dir"),
     [
-        ({"RUNTIME_DIRECTORY": "/run/barrel-inference", "STATE_DIRECTORY": "/var/lib/b:/x", "XDG_RUNTIME_DIR": "/u"},
-         "/run/barrel-inference", "/var/lib/b"),
-        ({"XDG_RUNTIME_DIR": "/u", "XDG_STATE_HOME": "/h"}, "/u/barrel-inference", "/h/barrel-inference"),
+        ({"RUNTIME_DIRECTORY": "/run/barrel-inference", "STATE_DIRECTORY": "/var/lib/b:/x", "LOGS_DIRECTORY": "/var/log/b",
+          "XDG_RUNTIME_DIR": "/u"}, "/run/barrel-inference", "/var/lib/b", "/var/log/b"),
+        ({"XDG_RUNTIME_DIR": "/u", "XDG_STATE_HOME": "/h"}, "/u/barrel-inference", "/h/barrel-inference",
+         "/h/barrel-inference/log"),
     ],
 )  # fmt: skip
-def test_default_directories(environment: dict[str, str], runtime_dir: str, state_dir: str) -> None:
+def test_default_directories(environment: dict[str, str], runtime_dir: str, state_dir: str, log_dir: str) -> None:
     """systemd's directories come first, then the user's."""
-    assert str(config.default_runtime_dir(environment)) == runtime_dir
-    assert str(config.default_state_dir(environment)) == state_dir
+    found = config.resolve(settings(), environment=environment).runtime
+    assert (found.dir, found.state_dir, found.log_dir) == (runtime_dir, state_dir, log_dir)
+
+
+def test_logs_of_a_private_runtime() -> None:
+    """They lie in its state directory, even if the program that it belongs to is a service with logs of its own."""
+    environment = {"LOGS_DIRECTORY": "/var/log/other"}
+    assert config.resolve(settings(), state_dir="/s", environment=environment).runtime.log_dir == "/s/log"
+    assert config.resolve(settings({"runtime": {"log_dir": "/l"}}), state_dir="/s").runtime.log_dir == "/l"
 
 
 def test_model_paths_become_absolute() -> None:

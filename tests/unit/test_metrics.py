@@ -27,7 +27,7 @@ def figures(*, pressure: dict[str, Any] | None = None) -> Figures:
     registry = Registry()
     registry.load_began("tiny", backend="stub", context_size=512, tier="ram")
     status = StatusReply(
-        version="1", uptime_s=12.5, runtime_dir="/r", state_dir="/s", supervisor_pid=1, cores=2, pressure=pressure,
+        version="1", uptime_s=12.5, runtime_dir="/r", state_dir="/s", log_dir="/s/log", supervisor_pid=1, cores=2, pressure=pressure,
         children=[
             ChildRow(id="index", group="helper", state="ready", incarnation=1, restarts=3),
             ChildRow(id="writer:0", group="helper", state="backoff", incarnation=1),
