@@ -29,6 +29,9 @@ STRANGER_PATIENCE_S = 2.0
 # How long a request waits for its model to be loaded again when it has no deadline of its own.
 MODEL_PATIENCE_S = 600.0
 
+# Where the system unit's runtime is to be found.
+_SERVICE_SOCKET = "/run/barrel-inference/router"
+
 _REFUSED_HINT = "have it added (`barrelctl keys add`), and taken up (`barrelctl reload`)"
 
 _POLL_S = (0.02, 0.05, 0.1, 0.25)
@@ -123,6 +126,8 @@ class Link:
             await asyncio.sleep(pause_s)
         is_remote = self.endpoint.startswith("tcp://")
         hint = "check the address, and server.key" if is_remote else "start one with `barrelctl start`"
+        if not is_remote and os.access(_SERVICE_SOCKET, os.W_OK):
+            hint += f", or set BARREL_ENDPOINT=ipc://{_SERVICE_SOCKET} for the service"
         raise NoRuntime(f"no runtime answers at {self.endpoint}", hint=hint)
 
     def _patience_s(self) -> float:

@@ -16,7 +16,7 @@ import typer
 from barrel_inference.cli import context, crashes, output
 from barrel_inference.cli.lifecycle import AsJson
 from barrel_inference.cli.logs import Tail, log_dir
-from barrel_inference.errors import BarrelError, NoRuntime
+from barrel_inference.errors import BarrelError, NoRuntime, NotSupported
 from barrel_inference.workers.model.cores import usable_cores
 
 _PACKAGES = ("llama-cpp-python", "pyzmq", "msgspec", "structlog", "xxhash")
@@ -44,8 +44,8 @@ def doctor(as_json: AsJson = False) -> None:
 
     Example: barrelctl doctor
     """
-    state_dir, of_runtime = _runtime()
-    findings = [*_software(), *_places(state_dir), *of_runtime]
+    places, of_runtime = _runtime()
+    findings = [*_software(), *places, *of_runtime]
     reports = _crash_reports()
     if as_json:
         rows = [{"name": item.name, "state": item.state, "text": item.text} for item in findings]
@@ -89,12 +89,13 @@ def _llama() -> Finding:
     return Finding("llama.cpp", "ok", f"loads; {', '.join(on)}")
 
 
-def _places(state_dir: Path | None) -> Iterator[Finding]:
+def _places() -> Iterator[Finding]:
+    """The directories that a runtime of this user would use."""
     from barrel_inference import config, runtime  # here, so that other commands do not wait for them
 
     settings = config.resolve(runtime.read_settings())
     yield _directory("runtime directory", context.runtime_dir(), is_private=True)
-    yield _directory("state directory", state_dir or Path(settings.runtime.state_dir), is_private=False)
+    yield _directory("state directory", Path(settings.runtime.state_dir), is_private=False)
     shm = shutil.disk_usage("/dev/shm")
     text = f"{output.size(shm.free)} free of {output.size(shm.total)}"
     is_small = shm.total < settings.tiers["ram_file"].quota_bytes
@@ -109,25 +110,36 @@ def _directory(name: str, path: Path, *, is_private: bool) -> Finding:
         return Finding(name, "ok", f"{path} (will be made)")
     except OSError as bad:
         return Finding(name, "failed", f"{path}: {bad.strerror}")
-    if found.st_uid != os.getuid():
+    if found.st_uid != os.getuid() and os.getuid() != 0:
         return Finding(name, "failed", f"{path} belongs to uid {found.st_uid}, not to {os.getuid()}")
     if is_private and found.st_mode & 0o077:
         return Finding(name, "warning", f"{path} is open to others (mode {found.st_mode & 0o777:o}) — chmod 700")
+    return _room(name, path)
+
+
+def _room(name: str, path: Path) -> Finding:
     free_bytes = shutil.disk_usage(path).free
     state = "warning" if free_bytes < _LOW_DISK_BYTES else "ok"
     return Finding(name, state, f"{path}, {output.size(free_bytes)} free")
 
 
-def _runtime() -> tuple[Path | None, list[Finding]]:
-    """The running runtime's state directory, and what is to be said about its processes."""
+def _runtime() -> tuple[list[Finding], list[Finding]]:
+    """The directories, and what is to be said about the running runtime's processes."""
     try:
         with context.connected(timeout_s=5.0) as client:
             found = client.status()
     except NoRuntime as absent:
-        return None, [Finding("runtime", "warning", str(absent))]
+        return [*_places()], [Finding("runtime", "warning", str(absent))]
+    except NotSupported:  # it is another user's, and lets us in
+        return [], [Finding("runtime", "ok", "answers; the rest of it is for the user who runs it to see")]
     except BarrelError as bad:
-        return None, [Finding("runtime", "failed", str(bad))]
-    return Path(found["state_dir"]), [
+        return [*_places()], [Finding("runtime", "failed", str(bad))]
+    # It has both of them in its hands: whose they are was its own concern.
+    places = [
+        _room("runtime directory", Path(found["runtime_dir"])),
+        _room("state directory", Path(found["state_dir"])),
+    ]
+    return places, [
         Finding("runtime", "ok", f"version {found['version']}, up {output.duration(found['uptime_s'])}"),
         *(_process(child) for child in found["children"]),
         *(Finding(tier["server"], "warning", tier["note"]) for tier in found["tiers"] if tier["note"]),

@@ -11,7 +11,6 @@ import typer
 from barrel_inference.cli import output, unit
 from barrel_inference.errors import InvalidArgument, NotSupported
 
-
 _AFTER_SYSTEM = f"""\
 it runs; see it with: systemctl status {unit.NAME}
 clients use it with:  export BARREL_ENDPOINT=ipc:///run/{unit.NAME}/router
@@ -23,13 +22,18 @@ def install_service(
     system: Annotated[
         bool, typer.Option("--system/--user", help="For the machine (as root), or for this user.")
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="TOML file that is laid over the packaged sys.toml.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file that is laid over the packaged sys.toml; default: barrel-inference/sys.toml in /etc or ~/.config."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     root: Annotated[Path, typer.Option(help="Install below this directory and run no command: for packagers.")] = Path(
         "/"
     ),
 ) -> None:
-    """Install, enable and start a systemd service.
+    """Install, enable and start a systemd service; again, after an upgrade, it restarts it.
 
     The system service runs as the user `barrel-inference`; members of the group of that name may send it requests.
 
@@ -37,13 +41,16 @@ def install_service(
     """
     if config is not None and not config.is_file():
         raise InvalidArgument(f"--config {str(config)!r} is no file")
-    paths = unit.Paths(str(Path(sys.executable).parent), str(config.absolute()) if config else None)
+    own_config = Path(f"/etc/{unit.NAME}/sys.toml") if system else _user_config_dir() / unit.NAME / "sys.toml"
+    paths = unit.Paths(str(Path(sys.executable).parent), str(config.absolute() if config else own_config))
     if any(character in f"{paths.bin_dir}{paths.config}" for character in " \t\n%\"'\\$"):
         raise InvalidArgument(f"{paths.bin_dir!r} or {paths.config!r} has characters that a unit cannot name")
     is_packaging = root != Path("/")
     if system and not dry_run and not is_packaging and os.getuid() != 0:
         raise NotSupported("a system service is installed by root", hint="use sudo, or --user")
     files = _system_files(paths) if system else _user_files(paths)
+    if config is None and not (root / own_config.relative_to("/")).exists():
+        files[own_config] = unit.EMPTY_CONFIG
     for path, text in files.items():
         _write(root / path.relative_to("/"), text, dry_run=dry_run)
     for command in [] if is_packaging else _commands(system=system):
@@ -60,8 +67,11 @@ def _system_files(paths: unit.Paths) -> dict[Path, str]:
 
 
 def _user_files(paths: unit.Paths) -> dict[Path, str]:
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
-    return {home.absolute() / "systemd" / "user" / f"{unit.NAME}.service": unit.user_unit(paths)}
+    return {_user_config_dir() / "systemd" / "user" / f"{unit.NAME}.service": unit.user_unit(paths)}
+
+
+def _user_config_dir() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()).absolute()
 
 
 def _commands(*, system: bool) -> list[list[str]]:
@@ -69,7 +79,8 @@ def _commands(*, system: bool) -> list[list[str]]:
     return [
         *([["systemd-sysusers", f"{unit.NAME}.conf"]] if system else []),
         [*manager, "daemon-reload"],
-        [*manager, "enable", "--now", f"{unit.NAME}.service"],
+        [*manager, "enable", f"{unit.NAME}.service"],
+        [*manager, "restart", f"{unit.NAME}.service"],
     ]
 
 

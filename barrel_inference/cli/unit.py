@@ -8,7 +8,7 @@ class Paths:
     """What a unit names."""
 
     bin_dir: str  # where barreld and barrelctl are
-    config: str | None  # laid over the packaged sys.toml; None = none
+    config: str  # laid over the packaged sys.toml
 
 
 NAME = "barrel-inference"  # of the unit, the user, the group and the directories
@@ -113,6 +113,13 @@ WantedBy=default.target
 SYSUSERS = f'u {NAME} - "Barrel Inference" /var/lib/{NAME}\n'
 
 
+# What a service begins with.
+EMPTY_CONFIG = """\
+# Laid over the defaults, key by key: `barrelctl config show` prints them all.
+# `systemctl reload barrel-inference` takes up what can change while it runs, and names what waits for a restart.
+"""
+
+
 def system_unit(paths: Paths) -> str:
     """The unit for a machine."""
     more = [f"--set runtime.socket_group={NAME}"]
@@ -125,6 +132,5 @@ def user_unit(paths: Paths) -> str:
 
 
 def _unit(paths: Paths, more: list[str], endpoint: str, tail: str) -> str:
-    config = [f"--config {paths.config}"] if paths.config else []
-    start = " ".join([f"{paths.bin_dir}/barreld", *config, *more])
+    start = " ".join([f"{paths.bin_dir}/barreld", "--config", paths.config, *more])
     return _HEAD.format(start=start, reload=f"{paths.bin_dir}/barrelctl{endpoint} reload") + tail

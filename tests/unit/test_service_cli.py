@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_systemd_accepts_the_units(tmp_path: Path, scope: str) -> None:
         (bin_dir / name).chmod(0o755)
     make = unit.system_unit if scope == "system" else unit.user_unit
     path = tmp_path / "barrel-inference.service"
-    path.write_text(make(unit.Paths(str(bin_dir), None)))
+    path.write_text(make(unit.Paths(str(bin_dir), "/etc/sys.toml")))
     verified = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
     about_us = [line for line in verified.stderr.splitlines() if "barrel-inference" in line]
     assert (verified.returncode, about_us) == (0, [])
@@ -48,6 +49,12 @@ def test_install_writes_below_a_root(tmp_path: Path) -> None:
     text = (tmp_path / "etc/systemd/system/barrel-inference.service").read_text()
     assert "Type=notify\n" in text
     assert (tmp_path / "etc/sysusers.d/barrel-inference.conf").read_text() == unit.SYSUSERS
+    config = tmp_path / "etc/barrel-inference/sys.toml"
+    assert "--config /etc/barrel-inference/sys.toml " in text
+    assert tomllib.loads(config.read_text()) == {}
+    config.write_text('[log]\nlevel = "debug"\n')
+    assert main(["install-service", "--system", "--root", str(tmp_path)]) == 0
+    assert "debug" in config.read_text()
 
 
 def test_dry_run_writes_nothing(
@@ -59,7 +66,8 @@ def test_dry_run_writes_nothing(
     said = capsys.readouterr()
     assert said.out.startswith("[Unit]\n")
     assert f"would write {tmp_path}/config/systemd/user/barrel-inference.service" in said.err
-    assert "would run: systemctl --user enable --now barrel-inference.service" in said.err
+    assert "would run: systemctl --user enable barrel-inference.service" in said.err
+    assert "would run: systemctl --user restart barrel-inference.service" in said.err
     assert list(tmp_path.iterdir()) == []
 
 
