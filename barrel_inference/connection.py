@@ -1,6 +1,7 @@
 """One connection of a client to the router: calls out, answers in, and the news that it broke."""
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -163,6 +164,17 @@ class Connection:
             self.lose()
         else:
             self._silence_timer = self._loop.call_later(SILENCE_CHECK_S, self._check_silence)
+
+
+def is_forbidden(endpoint: str) -> bool:
+    """Is this router's socket in a directory that is closed to this user?"""
+    try:
+        os.stat(endpoint.removeprefix("ipc://"))
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def has_supervisor(endpoint: str) -> bool | None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import zmq
 
 from barrel_inference import codec, protocol
-from barrel_inference.connection import Call, Connection, OnEvent, has_supervisor
+from barrel_inference.connection import Call, Connection, OnEvent, has_supervisor, is_forbidden
 from barrel_inference.errors import BarrelError, DeadlineExceeded, InvalidArgument, ModelDown, ModelFailed, NoRuntime
 from barrel_inference.protocol import Cancel, Message, ModelRow, Phase
 from barrel_inference.resubmission import ConnectionLost, Tally, after
@@ -31,6 +31,8 @@ MODEL_PATIENCE_S = 600.0
 
 # Where the system unit's runtime is to be found.
 _SERVICE_SOCKET = "/run/barrel-inference/router"
+
+_FORBIDDEN_HINT = "join the group that its runtime.socket_group names, and log in again"
 
 _REFUSED_HINT = "have it added (`barrelctl keys add`), and taken up (`barrelctl reload`)"
 
@@ -119,6 +121,8 @@ class Link:
                 connection.lose()
                 raise
             connection.lose()
+            if is_forbidden(self.endpoint):
+                raise NoRuntime(f"the runtime at {self.endpoint} is closed to this user", hint=_FORBIDDEN_HINT)
             if connection.is_refused:
                 raise NoRuntime(f"the runtime at {self.endpoint} does not know this client's key", hint=_REFUSED_HINT)
             if patience.left_s == 0.0 or has_supervisor(self.endpoint) is False:

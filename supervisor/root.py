@@ -311,7 +311,9 @@ class Supervisor:
 
     def _report(self, death: steps.Report) -> None:
         """The crash report: who, why, how long it had served, and how many such deaths are allowed."""
-        write = self.log.info if death.outcome == "stopped" else self.log.error
+        # A restart that was asked for ends with status 0 as well.
+        is_orderly = death.outcome == "stopped" or (death.outcome == "restarting" and death.reason == "exit status 0")
+        write = self.log.info if is_orderly else self.log.error
         write(
             "child.exited", child=death.id, incarnation_of_child=death.incarnation, reason=death.reason,
             uptime_s=round(death.uptime_s, 3), deaths=death.deaths, limit=death.limit, outcome=death.outcome,

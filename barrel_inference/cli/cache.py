@@ -1,12 +1,15 @@
 """cache ls, stats, gc, evict."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from barrel_inference.cli import context, output
-from barrel_inference.cli.lifecycle import AsJson
+from barrel_inference.cli.lifecycle import AsJson, Yes
 from barrel_inference.results import CacheRow
+
+if TYPE_CHECKING:
+    from barrel_inference.client import Client
 
 app = typer.Typer(no_args_is_help=True, help="Look into the cache, and make room in it.")
 
@@ -70,12 +73,14 @@ def stats(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def gc(as_json: AsJson = False) -> None:
-    """Evict everything that is neither pinned nor in use.
+def gc(yes: Yes = False, as_json: AsJson = False) -> None:
+    """Evict everything that is neither pinned nor in use, from every tier; asks first.
 
-    Example: barrelctl cache gc
+    Example: barrelctl cache gc --yes
     """
     with context.connected() as client:
+        if output.can_ask() and (stored := _stored_bytes(client, None)):
+            output.confirm(f"Evict everything, {output.size(stored)}? It has to be computed again.", yes=yes)
         rows = client.cache.gc()
     if as_json:
         output.document({"rows": rows})
@@ -87,9 +92,10 @@ def gc(as_json: AsJson = False) -> None:
 def evict(
     amount: Annotated[str, typer.Argument(metavar="BYTES", help="At least so much, for example 256MiB.")],
     tier: OneTier = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Free at least BYTES, the least valuable rows first.
+    """Free at least BYTES, the least valuable rows first; asks first if that is all there is.
 
     Example: barrelctl cache evict 256MiB --tier ram
     """
@@ -97,8 +103,14 @@ def evict(
 
     wanted = byte_size(int(amount) if amount.isdecimal() else amount)
     with context.connected() as client:
+        if output.can_ask() and 0 < (stored := _stored_bytes(client, tier)) <= wanted:
+            output.confirm(f"Evict everything, {output.size(stored)}? It has to be computed again.", yes=yes)
         rows, freed = client.cache.evict_bytes(wanted, None if tier is None else [tier])
     if as_json:
         output.document({"rows": rows, "bytes": freed})
     else:
         print(f"{rows} rows evicted, {output.size(freed)} freed")
+
+
+def _stored_bytes(client: "Client", tier: str | None) -> int:
+    return sum(one.stored_bytes for one in client.cache.stats().tiers if tier in (None, one.kind, one.server))

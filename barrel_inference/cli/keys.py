@@ -10,6 +10,7 @@ import typer
 
 from barrel_inference.cli import output
 from barrel_inference.cli.failure import not_found
+from barrel_inference.cli.lifecycle import Yes
 from barrel_inference.errors import InvalidArgument
 
 app = typer.Typer(no_args_is_help=True, help="CURVE keys: who may come in over TCP.")
@@ -82,9 +83,9 @@ def list_clients(directory: Directory) -> None:
 def remove(
     directory: Directory,
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> None:
-    """Let a client in no more.
+    """Let a client in no more; asks first.
 
     `barrelctl reload` makes it effective for new connections, `barrelctl restart router` also ends those that stand.
 
@@ -92,8 +93,7 @@ def remove(
     """
     if name not in (known := _names(directory)):
         raise not_found("client", name, known, f"there are {', '.join(known) or 'none'}")
-    if not yes:
-        typer.confirm(f"Remove the key of {name}? It cannot be made again.", abort=True)
+    output.confirm(f"Remove the key of {name}? It cannot be made again.", yes=yes)
     (directory / "clients" / f"{name}.key").unlink()
     output.note(f"{name} is removed; `barrelctl restart router` also ends its connections")
 

@@ -7,8 +7,10 @@ import typer
 
 from barrel_inference.cli import context, output
 from barrel_inference.cli.failure import not_found
+from barrel_inference.errors import BarrelError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Only terminals are asked anyway.")]
 
 
 def start(
@@ -34,15 +36,31 @@ def start(
 
 def stop(
     timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds to wait at most.")] = None,
+    yes: Yes = False,
 ) -> None:
-    """Stop the runtime, once the models have saved what they hold.
+    """Stop the runtime, once the models have saved what they hold. Requests under way end; with some, it asks first.
 
     Example: barrelctl stop
     """
     from barrel_inference import runtime  # as above
 
+    if not yes:
+        ask_about_requests("Stop the runtime")
     runtime.stop_daemon(context.runtime_dir(), timeout_s=timeout_s)
     output.note("the runtime has stopped")
+
+
+def ask_about_requests(what: str, model_id: str | None = None) -> None:
+    """Before something that ends requests: ask, if there are any."""
+    if not output.can_ask():
+        return
+    try:
+        with context.connected(timeout_s=5.0) as client:
+            count = client.queue_depth(model_id)
+    except BarrelError:
+        return  # what is there to be ended will say so itself
+    if count:
+        output.confirm(f"{what}? {count} request{'s' if count > 1 else ''} will end.", yes=False)
 
 
 def reload(as_json: AsJson = False) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from barrel_inference.cli import context, output
 from barrel_inference.cli.failure import not_found
-from barrel_inference.cli.lifecycle import AsJson
+from barrel_inference.cli.lifecycle import AsJson, Yes, ask_about_requests
 from barrel_inference.errors import InvalidArgument, NotFound
 
 
@@ -106,11 +106,15 @@ def _progress(model: str) -> Iterator[Callable[[float], object] | None]:
         yield lambda fraction: bar.update(task, completed=fraction)
 
 
-def unload(model_id: Annotated[str, typer.Argument(metavar="ID", help="Id of a loaded model.")]) -> None:
-    """Unload a model, once it has saved what it holds.
+def unload(
+    model_id: Annotated[str, typer.Argument(metavar="ID", help="Id of a loaded model.")], yes: Yes = False
+) -> None:
+    """Unload a model, once it has saved what it holds. Requests under way end; with some, it asks first.
 
     Example: barrelctl unload tiny
     """
+    if not yes:
+        ask_about_requests(f"Unload {model_id}", model_id)
     with context.connected() as client:
         client.unload(model_id)
     output.note(f"{model_id} is unloaded")

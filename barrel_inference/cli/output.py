@@ -34,6 +34,23 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def can_ask() -> bool:
+    """Is there a person at a terminal who would answer?"""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something that cannot be undone, if a person is there to answer; `--yes` is the answer already.
+
+    Raises:
+        typer.Abort: the answer is no.
+    """
+    if not yes and can_ask():
+        import typer  # here, so that printing needs no more than it does
+
+        typer.confirm(question, abort=True, err=True)
+
+
 def document(value: Any) -> None:
     """One JSON document; bytes are written as hexadecimal digits."""
     print(json.dumps(plain(value), indent=2 if sys.stdout.isatty() else None, ensure_ascii=False))

@@ -200,11 +200,12 @@ def test_closed_pipe(daemon: Path) -> None:
         wait_for(lambda: client.queue_depth("tiny") == 0)
 
 
-def on_a_terminal(folder: Path, *arguments: str, **variables: str) -> tuple[int, bytes]:
+def on_a_terminal(folder: Path, *arguments: str, typed: bytes = b"", **variables: str) -> tuple[int, bytes]:
     """Exit code and what a terminal shows of a command."""
     ours, theirs = pty.openpty()
+    os.write(ours, typed)
     running = subprocess.Popen(
-        [*BARRELCTL, *arguments], stdout=theirs, stderr=theirs,
+        [*BARRELCTL, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
         env={**environment(folder), "TERM": "xterm", "COLUMNS": "200", **variables},
     )  # fmt: skip
     os.close(theirs)
@@ -217,6 +218,30 @@ def on_a_terminal(folder: Path, *arguments: str, **variables: str) -> tuple[int,
         shown += chunk
     os.close(ours)
     return running.wait(DEADLINE_S), shown
+
+
+def test_confirmations(daemon: Path) -> None:
+    """What ends requests or empties the cache asks on a terminal: no changes nothing, yes does it, --yes is not asked."""
+    with Client(f"{daemon}/run/router") as client:
+        client.load_model("x", "busy", backend="stub", model_opts={"step_ms": 20}, context_opts={"n_ctx": 4096},
+                          policy={"min_tokens": 4, "cold_min_tokens": 4, "boundary_trim_tokens": 0, "boundary_align_tokens": 1})  # fmt: skip
+        with client.stream("busy", "1 2 3 4 5 6 7 8", response_tokens=4000) as stream:
+            next(stream)
+            wait_for(lambda: client.counters()["bytes_ram"] > 0)
+            for arguments, asked in (
+                (("unload", "busy"), b"Unload busy? 1 request will end."),
+                (("stop",), b"Stop the runtime? 1 request will end."),
+                (("cache", "gc"), b"Evict everything"),
+                (("cache", "evict", "1GiB", "--tier", "ram"), b"Evict everything"),
+            ):
+                code, shown = on_a_terminal(daemon, *arguments, typed=b"n\n")
+                assert (code, asked in shown) == (130, True), shown
+            assert (client.phase("busy"), client.counters()["bytes_ram"] > 0) == ("generating", True)
+            assert b"?" not in on_a_terminal(daemon, "cache", "evict", "1", "--yes")[1]
+            code, shown = on_a_terminal(daemon, "unload", "busy", typed=b"y\n")
+            assert (code, b"busy is unloaded" in shown) == (0, True), shown
+        code, shown = on_a_terminal(daemon, "cache", "gc", "--yes")
+        assert (code, b"?" in shown) == (0, False)
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])

@@ -190,7 +190,8 @@ print(os.access(os.path.dirname(endpoint[6:]), os.R_OK), os.access(endpoint[6:].
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_members_of_the_group_are_tenants() -> None:
-    """Another user of the group completes with a cache of its own, may not administer, and reaches no other socket."""
+    """Another user of the group completes with a cache of its own, may not administer, and reaches no other socket; one who is not
+    in the group is told so."""
     group = grp.getgrnam("nogroup")
     base = Path(tempfile.mkdtemp(prefix="bs-", dir="/tmp"))
     base.chmod(0o711)
@@ -210,9 +211,14 @@ def test_members_of_the_group_are_tenants() -> None:
                 [sys.executable, "-P", "-c", STRANGER, str(group.gr_gid), endpoint],
                 capture_output=True, text=True, check=True, timeout=DEADLINE_S,
             ).stdout.splitlines()  # fmt: skip
+            outside = subprocess.run(
+                [sys.executable, "-P", "-c", STRANGER, "12345", endpoint],
+                capture_output=True, text=True, check=False, timeout=DEADLINE_S,
+            ).stderr  # fmt: skip
     finally:
         stop_daemon(base / "run")
         shutil.rmtree(base)
+    assert "is closed to this user" in outside
     assert said == ["['m']", "cold", "exact", "not_supported", "not_supported", "not_supported", "False False"]
 
 
