@@ -934,6 +934,9 @@ class Roomed(Message, frozen=True):
 
     locations: list[Location | None]
     freed_bytes: int
+    lacking_bytes: int = (
+        0  # that would have to go for what got no place; 0: the medium takes nothing, or all was placed
+    )
 
 
 class Free(Message, frozen=True):

@@ -58,16 +58,22 @@ class FileStore:
         if self._stuck and spare_bytes < sum(want.size_bytes for want in wants) and self._root.can_write():
             self._remove_stuck()
             spare_bytes = self._spare_bytes()
+        refused_bytes = 0
         for want in wants:
-            if want.size_bytes > spare_bytes or not self._root.make_ready(names.shard_of(want.key)):
+            if not self._root.make_ready(names.shard_of(want.key)):
                 locations.append(None)
+                continue
+            if want.size_bytes > spare_bytes:
+                locations.append(None)
+                refused_bytes += want.size_bytes
                 continue
             spare_bytes -= want.size_bytes
             name = names.file_name(want.key)
             location = Location(self._server, self._incarnation, want.size_bytes, 0, name)
             self.leases.add(name, Lease(owner, want.key, location))
             locations.append(location)
-        return Roomed(locations=locations, freed_bytes=freed)
+        lacking_bytes = max(0, refused_bytes - spare_bytes) if refused_bytes else 0
+        return Roomed(locations=locations, freed_bytes=freed, lacking_bytes=lacking_bytes)
 
     def committed(self, location: Location) -> Scan:
         """See `Store.committed`."""

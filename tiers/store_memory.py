@@ -50,8 +50,13 @@ class MemoryStore:
         # A touched page over a control group's limit is death, not an error. Warm memory is counted as taken already.
         spare_bytes = self._free_memory() - RESERVE_BYTES + self.arena.warm_bytes if wants else 0
         locations: list[Location | None] = []
+        refused_bytes = 0
         for want in wants:
-            offset = self.arena.allocate(want.size_bytes) if want.size_bytes <= spare_bytes else None
+            if want.size_bytes > spare_bytes:
+                locations.append(None)
+                refused_bytes += want.size_bytes
+                continue
+            offset = self.arena.allocate(want.size_bytes)
             if offset is None:
                 locations.append(None)
                 continue
@@ -60,7 +65,8 @@ class MemoryStore:
             self._wipe(location)
             self.leases.add(offset, Lease(owner, want.key, location))
             locations.append(location)
-        return Roomed(locations=locations, freed_bytes=freed)
+        lacking_bytes = max(0, refused_bytes - spare_bytes) if refused_bytes else 0
+        return Roomed(locations=locations, freed_bytes=freed, lacking_bytes=lacking_bytes)
 
     def committed(self, location: Location) -> Scan:
         """See `Store.committed`."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from barrel_inference import protocol
 from barrel_inference.actor import Actor, Request
@@ -105,17 +106,38 @@ class Rooms:
     async def _room(
         self, server: str, owner: tuple[str, int], wanted: list[Reservation], deletes: list[Location]
     ) -> dict[int, Location | None] | None:
-        room = protocol.Room(
-            owner=owner[0], owner_incarnation=owner[1], deletes=deletes,
-            names=[r.node.key for r in wanted], sizes=[r.node.size_bytes for r in wanted],
-        )  # fmt: skip
-        try:
-            reply = await self.actor.peer(server).call(room, protocol.Roomed)
-        except BarrelError as error:
-            self.actor.log.warning("room.failed", server=server, code=error.code)
-            return None
+        places: dict[int, Location | None] = {}
+        asked = wanted
+        for attempt in range(2):
+            room = protocol.Room(
+                owner=owner[0], owner_incarnation=owner[1], deletes=deletes,
+                names=[r.node.key for r in asked], sizes=[r.node.size_bytes for r in asked],
+            )  # fmt: skip
+            try:
+                reply = await self.actor.peer(server).call(room, protocol.Roomed)
+            except BarrelError as error:
+                self.actor.log.warning("room.failed", server=server, code=error.code)
+                return None
+            places.update((r.token, location) for r, location in zip(asked, reply.locations, strict=True))
+            asked = [r for r in asked if places[r.token] is None and r.token in self.catalog.reservations.by_token]
+            if attempt or not asked or not reply.lacking_bytes:
+                break
+            deletes = self._make_more_room(server, reply.lacking_bytes)
+        self._note_places(wanted, places)
+        return places
+
+    def _make_more_room(self, server: str, lacking_bytes: int) -> list[Location]:
+        """The medium has less than the quota says, because of others or of whole blocks: own rows go, as they do for the
+        quota. Else nothing new would ever be saved there again."""
+        changes = self.catalog.evict([server], lacking_bytes, time.time())
+        deletes = changes.deletes.pop(server, [])
+        self.errands.carry_out(changes)
+        return deletes
+
+    def _note_places(self, wanted: list[Reservation], places: Mapping[int, Location | None]) -> None:
         changes = Changes()
-        for reservation, location in zip(wanted, reply.locations, strict=True):
+        for reservation in wanted:
+            location = places[reservation.token]
             if reservation.token in self.catalog.reservations.by_token:
                 reservation.location = location
                 if location is None:
@@ -123,7 +145,6 @@ class Rooms:
             elif location is not None:  # its owner died, or was told no, while the tier was busy
                 changes.frees.append(location)
         self.errands.carry_out(changes)
-        return {r.token: location for r, location in zip(wanted, reply.locations, strict=True)}
 
     def _grant(
         self, status: str, reservation: Reservation | None, placed: dict[int, Location | None]

@@ -1,7 +1,9 @@
 """The real index with real tiers: what it finds, protects, promises and remembers, and what deaths leave behind."""
 
+import contextlib
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from barrel_inference.tiers import key as keys
 from barrel_inference.tiers import kvc
 from barrel_inference.tiers.arena import Mapping
 from tests.process.harness import Caller, Tree
+from tests.process.tier_harness import small_file_system
 from tests.unit.cache_rows import SPACE, key, new
 
 TIER = "barrel_inference.tiers.tier"
@@ -467,3 +470,25 @@ def test_bad_requests_are_refused(cache: Cache) -> None:
     forged = replace(new(b"", b"ab"), token_bytes=keys.pack_u32([1]))
     assert [grant.status for grant in cache.reserve(forged)] == ["bad_key"]
     assert cache.look(b"ab").miss_reason == "no_entry"
+
+
+def test_a_medium_that_others_fill(tmp_path: Path) -> None:
+    """When the file system has less than the quota says, own rows make room for new ones; when it takes nothing, they stay."""
+    with small_file_system(tmp_path) as small:
+        cache = Cache(f"{small}/kvc")
+        try:
+            for text in (b"ab", b"cd", b"ef", b"gh"):
+                cache.save(new(b"", text))
+            with contextlib.suppress(OSError), Path(small, "filler").open("wb", buffering=0) as filler:
+                while filler.write(bytes(4096)):
+                    pass
+            cache.save(new(b"", b"ij"))
+            assert cache.look(b"ij").via == "exact"
+            gone = cache.counter("evictions")
+            assert 1 <= gone < 4
+            assert len(cache.rows()) == 5 - gone
+            subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+            assert [grant.status for grant in cache.reserve(new(b"", b"kl"))] == ["no_space"]
+            assert cache.counter("evictions") == gone
+        finally:
+            cache.tree.close()
