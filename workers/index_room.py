@@ -120,7 +120,9 @@ class Rooms:
                 return None
             places.update((r.token, location) for r, location in zip(asked, reply.locations, strict=True))
             asked = [r for r in asked if places[r.token] is None and r.token in self.catalog.reservations.by_token]
-            if attempt or not asked or not reply.lacking_bytes:
+            # A medium that is overdrawn by far is others' trouble: all our rows could go, and nothing would be gained.
+            at_most_bytes = 2 * sum(r.node.size_bytes for r in asked)
+            if attempt or not 0 < reply.lacking_bytes <= at_most_bytes:
                 break
             deletes = self._make_more_room(server, reply.lacking_bytes)
         self._note_places(wanted, places)
