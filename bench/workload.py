@@ -43,9 +43,3 @@ def rate_together(arrivals: Sequence[Sequence[float]]) -> float:
     token of the last to start and the last token of the first to end, when all of them generate and nobody prefills."""
     began_s, ended_s = max(one[0] for one in arrivals), min(one[-1] for one in arrivals)
     return sum(began_s < time_s <= ended_s for one in arrivals for time_s in one) / (ended_s - began_s)
-
-
-def ratio(a: Samples, b: Samples) -> float:
-    """Median of the ratios pair by pair: it holds when the machine's speed drifts during the run."""
-    pairs: Sequence[tuple[float, float]] = list(zip(a.values, b.values, strict=False))
-    return statistics.median(x / y for x, y in pairs)

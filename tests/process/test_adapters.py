@@ -86,7 +86,7 @@ def test_a_change_waits_and_ends_sessions(
 ) -> None:
     """A running request ends under the adapters it began with; a session is saved as `evict` in its old namespace and is over."""
     model = client.load_model(
-        tiny_models["dense"], policy=POLICY | {"min_tokens": float("inf")}, fingerprint_mode="fast_unsafe",
+        tiny_models["dense"], policy=POLICY | {"min_tokens": 10**9}, fingerprint_mode="fast_unsafe",
         fingerprint=next(_fingerprints).to_bytes(32, "big"), context_opts={"n_ctx": 512, "n_threads": 1, "n_seq_max": 2},
     )  # fmt: skip
     plain = client.complete(model, "a tale", response_tokens=200).generated
