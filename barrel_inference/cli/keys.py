@@ -10,7 +10,7 @@ import typer
 
 from barrel_inference.cli import output
 from barrel_inference.cli.failure import not_found
-from barrel_inference.cli.lifecycle import Yes
+from barrel_inference.cli.lifecycle import AsJson, Yes
 from barrel_inference.errors import InvalidArgument
 
 app = typer.Typer(no_args_is_help=True, help="CURVE keys: who may come in over TCP.")
@@ -70,11 +70,14 @@ def add(
 
 
 @app.command("ls")
-def list_clients(directory: Directory) -> None:
+def list_clients(directory: Directory, as_json: AsJson = False) -> None:
     """The clients that may come in.
 
     Example: barrelctl keys ls ~/.config/barrel-inference/curve
     """
+    if as_json:
+        output.document(_names(directory))
+        return
     for name in _names(directory):
         print(name)
 

@@ -225,6 +225,10 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
+# Of a picture that goes into a file or a pipe.
+_PIPE_WIDTH = 100
+
+
 def _head(shot: Snapshot) -> Any:
     from rich.text import Text
 
@@ -241,7 +245,9 @@ def _pressure(line: PressureLine | None) -> Any:
 
     if line is None:
         return Text("memory: the poller does not answer", style="yellow")
-    ratio = line.used_bytes / line.total_bytes if line.total_bytes else 0.0
+    if not line.total_bytes:
+        return Text("memory: not read yet" if line.enabled else "memory: poller off", style="dim")
+    ratio = line.used_bytes / line.total_bytes
     colour = "red" if ratio >= line.high else "yellow" if ratio > line.low else "green"
     state = line.result if line.enabled else "poller off"
     return Text.assemble(
@@ -333,7 +339,9 @@ def top(
         collector = Collector(client)
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             shot = collector.take()
-            output.out().print(render(shot, height=os.get_terminal_size().lines if sys.stdout.isatty() else 40))
+            is_terminal = sys.stdout.isatty()
+            height = os.get_terminal_size().lines if is_terminal else 40
+            output.out().print(render(shot, height), width=None if is_terminal else _PIPE_WIDTH)
             return
         with contextlib.suppress(KeyboardInterrupt):
             _watch(collector, interval_s)

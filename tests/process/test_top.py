@@ -49,6 +49,7 @@ def test_one_picture_without_a_terminal(runtime: Runtime) -> None:
     done = subprocess.run(command(runtime, "--once"), capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     for part in ("Barrel Inference", "poller off", "tier:ram_file", "writer:0", "pressure", "idle", "cold"):
         assert part in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
     assert not done.stderr
 
 
