@@ -40,10 +40,10 @@ def load(
     )  # fmt: skip
 
 
-def load_tiny(client: Client, path: Path, *, tier: str = "ram") -> str:
+def load_tiny(client: Client, path: Path, *, tier: str = "ram", **policy: Any) -> str:
     """A tiny real model in a namespace of its own."""
     return client.load_model(
-        path, tier=tier, policy=POLICY, fingerprint=next(_names).to_bytes(32, "big"), fingerprint_mode="fast_unsafe",
+        path, tier=tier, policy=POLICY | policy, fingerprint=next(_names).to_bytes(32, "big"), fingerprint_mode="fast_unsafe",
         context_opts={"n_ctx": 1024, "n_batch": 128, "n_seq_max": 1, "n_threads": 1},
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from barrel_inference.workers.model.engine import Engine, NoCells
 from barrel_inference.workers.model.sequences import Sequence_, SequenceTable, Use
 
-# Snapshots kept per sequence (recurrent models): the save boundary, one before the end, the end.
+# Snapshots kept per sequence (recurrent models): a static head's end, the save boundary, one before the prompt's end, the end.
 KEPT_SNAPSHOTS = 4
 
 

@@ -110,7 +110,7 @@ class Decoder:
         job.fresh_restore = ()
         new_prompt = max(0, min(end, job.prompt_tokens) - part.position)
         self.prefilled_tokens += new_prompt
-        if end in self._saver.snapshot_points(job) or end == len(job.tokens):
+        if end in self._saver.snapshot_points(job):
             self._state.context.take_snapshot(s)
 
     def _after_row(self, job: Job) -> None:

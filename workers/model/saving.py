@@ -40,6 +40,8 @@ class Saver:
             return False
         if reason in (SaveReason.EVICT, SaveReason.SHUTDOWN) and self._state.limits.policy.saves_nothing:
             return False
+        if length == len(s.tokens):
+            self._state.context.take_snapshot(s)
         snapshots = dict(self._state.context.snapshots.get(s.id, {}))
         if self._state.engine.info.needs_snapshot and length not in snapshots:
             return False
