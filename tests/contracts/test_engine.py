@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from barrel_inference.protocol import Sampling
-from barrel_inference.workers.model.engine import Engine, NoCells, Row, StepFailed, StepInterrupted
+from barrel_inference.workers.model.engine import Engine, Logits, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.engine_stub import StubEngine
 from tests.model.engines import NODE, Maker, Saved, clear_all, feed, outcome, prompt_of, restore, save
 from tests.model.tiny_gguf import KINDS
@@ -365,7 +365,7 @@ def test_draws_depend_on_seed_and_number_only(engine: Engine) -> None:
     def draws(seed: int, numbers: list[int]) -> list[int]:
         sampler = engine.new_sampler(hot, seed=seed, prompt=prompt_of(1, HELD))
         try:
-            return [sampler.sample(0, number) for number in numbers]
+            return [sampler.sample(engine.logits(0), number) for number in numbers]
         finally:
             sampler.close()
 
@@ -381,16 +381,41 @@ def test_greedy_takes_the_likeliest(engine: Engine) -> None:
     top = feed(engine, 0, prompt_of(1, HELD))[0][0]
     for seed in (1, 2):
         sampler = engine.new_sampler(Sampling(), seed=seed, prompt=prompt_of(1, HELD))
-        assert sampler.sample(0, 0) == top
+        assert sampler.sample(engine.logits(0), 0) == top
         sampler.accept(top, 0)
         sampler.close()
+
+
+def test_a_stored_row_answers_without_a_decode(engine: Engine) -> None:
+    """State restored to its end and the row of logits kept with it go on as the live sequence does, draw by draw."""
+    prompt = prompt_of(1, HELD)
+    options = Sampling(temperature=1.5, top_k=50, repetition_penalty=1.3)
+
+    def drawn(first: Logits) -> list[int]:
+        sampler = engine.new_sampler(options, seed=7, prompt=prompt)
+        tokens = [sampler.sample(first, 0)]
+        for number in range(1, 6):
+            engine.decode([Row(tokens[-1], HELD + number - 1, 0, True)])
+            tokens.append(sampler.sample(engine.logits(0), number))
+        sampler.close()
+        return tokens
+
+    feed(engine, 0, prompt)
+    row, state = bytes(engine.logits(0)), save(engine, 0, HELD)
+    assert len(row) == engine.info.logits_bytes
+    live = drawn(row)
+    clear_all(engine)
+    feed(engine, 1, prompt_of(2, HELD))
+    clear_all(engine)
+    assert restore(engine, 0, state)
+    assert drawn(row) == live
 
 
 def test_logprobs_are_in_order_and_are_probabilities(engine: Engine) -> None:
     """The alternatives come likeliest first and sum up to at most 1."""
     feed(engine, 0, prompt_of(1, HELD))
     sampler = engine.new_sampler(Sampling(), seed=0, prompt=[])
-    top = sampler.top_logprobs(0, 5)
+    top = sampler.top_logprobs(engine.logits(0), 5)
     sampler.close()
     assert len(top) == 5
     assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)

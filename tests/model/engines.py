@@ -67,7 +67,7 @@ def outcome(engine: Engine, row: int) -> Outcome:
     """All that a row of logits says."""
     sampler = engine.new_sampler(Sampling(), seed=0, prompt=[])
     try:
-        return sampler.top_logprobs(row, 1000)
+        return sampler.top_logprobs(engine.logits(row), 1000)
     finally:
         sampler.close()
 

@@ -55,7 +55,7 @@ def generate(
     out: list[int] = []
     try:
         while len(out) < count:
-            token = sampler.sample(0, len(out))
+            token = sampler.sample(engine.logits(0), len(out))
             out.append(token)
             if engine.is_end(token):
                 break
@@ -444,7 +444,7 @@ def test_penalties_look_into_the_prompt(make: Make) -> None:
     engine.clear(0)
     plain = feed(engine, 0, prompt)
     again = engine.new_sampler(Sampling(repetition_penalty=1.5), seed=1, prompt=[plain[0][0]])
-    assert again.sample(0, 0) != plain[0][0]
+    assert again.sample(engine.logits(0), 0) != plain[0][0]
     again.close()
 
 
@@ -479,7 +479,7 @@ def test_a_replayed_request_goes_on_as_it_would_have(make: Make) -> None:
     for number, token in enumerate(whole[:6]):
         sampler.accept(token, number)
         engine.decode([Row(token, 20 + number, 0, True)])
-    assert sampler.sample(0, 6) == whole[6]
+    assert sampler.sample(engine.logits(0), 6) == whole[6]
     sampler.close()
 
 

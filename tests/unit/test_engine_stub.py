@@ -35,7 +35,7 @@ def say(engine: StubEngine, seq: int, tokens: list[int], count: int, sampling: S
     sampler = engine.new_sampler(sampling or Sampling(), seed=7, prompt=tokens)
     out: list[int] = []
     while len(out) < count:
-        out.append(sampler.sample(0, len(out)))
+        out.append(sampler.sample(engine.logits(0), len(out)))
         engine.decode([Row(out[-1], len(tokens) + len(out) - 1, seq, True)])
     return out
 

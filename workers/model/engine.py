@@ -14,6 +14,9 @@ from typing import NamedTuple, Protocol
 
 from barrel_inference.protocol import Sampling
 
+# One row of logits, as it can be stored: only the engine that made it knows what the bytes mean.
+Logits = bytes | memoryview
+
 
 class Row(NamedTuple):
     """One token of one sequence in a decode call."""
@@ -33,6 +36,7 @@ class EngineInfo:
     n_batch: int  # rows of one decode call at most
     n_seq_max: int
     n_vocab: int
+    logits_bytes: int  # of one row of logits
     n_threads: int
     window_tokens: int  # sliding window of some layers; 0 = none
     has_cells: bool  # False: purely recurrent, nothing is stored per position
@@ -78,8 +82,8 @@ class StepInterrupted(Exception):
 class Sampler(Protocol):
     """One request's chain: penalties, grammar, filters, draw."""
 
-    def sample(self, row: int, number: int) -> int:
-        """The token drawn from row `row` of the last decode call, as generated token `number` of the request, and accept it.
+    def sample(self, logits: Logits, number: int) -> int:
+        """The token drawn from a row of logits as generated token `number` of the request, and accept it.
 
         The draw depends on the logits, the options, what was accepted before, and (seed, number) only.
 
@@ -90,7 +94,7 @@ class Sampler(Protocol):
     def accept(self, token: int, number: int) -> None:
         """Take a token as if it had been drawn (resubmission: it was, by a process that died)."""
 
-    def top_logprobs(self, row: int, count: int) -> list[tuple[int, float]]:
+    def top_logprobs(self, logits: Logits, count: int) -> list[tuple[int, float]]:
         """The most likely tokens of a row with their log-probabilities, before any filter."""
 
     def close(self) -> None:
@@ -127,6 +131,9 @@ class Engine(Protocol):
         Raises:
             NoCells, StepFailed, StepInterrupted
         """
+
+    def logits(self, row: int) -> Logits:
+        """A row of the last decode call, valid until the next one; the row has to have asked for its logits."""
 
     def interrupt(self) -> None:
         """From any thread: stop the decode call under way soon, if the backend can."""

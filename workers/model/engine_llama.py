@@ -12,12 +12,11 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as L
 import numpy as np
-import numpy.typing as npt
 
 from barrel_inference.errors import BadModel, ContextOverflow, InvalidArgument, NotSupported
 from barrel_inference.protocol import Sampling
 from barrel_inference.workers.model import fingerprint, llama_load, residency
-from barrel_inference.workers.model.engine import EngineInfo, NoCells, Row, StepFailed, StepInterrupted
+from barrel_inference.workers.model.engine import EngineInfo, Logits, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.llama_batch import LlamaBatch, Run
 from barrel_inference.workers.model.llama_log import LogLines
 from barrel_inference.workers.model.llama_sampler import Candidates, Grammars, LlamaSampler
@@ -111,12 +110,12 @@ class LlamaEngine:
         for run in runs:
             self.state.take_back(run.seq)
 
-    def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """The logits of a row of the last decode call, valid until the next one; the row has to have asked for them."""
+    def logits(self, row: int) -> Logits:
+        """See `Engine`; an f32 for each token of the vocabulary."""
         assert row in self._rows, (row, self._rows)
         address = ctypes.cast(L.llama_get_logits_ith(self._context, row), ctypes.c_void_p).value
         assert address, row
-        return np.frombuffer(memoryview(self._logits_row.from_address(address)).cast("B"), np.float32)
+        return memoryview(self._logits_row.from_address(address)).cast("B")
 
     def interrupt(self) -> None:
         """See `Engine`; between two calls it does nothing."""
@@ -130,7 +129,6 @@ class LlamaEngine:
             seed,
             prompt,
             n_vocab=self.info.n_vocab,
-            row_of=self.logits,
             candidates=self._candidates,
             grammars=self._grammars,
         )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from barrel_inference.errors import NotSupported
 from barrel_inference.protocol import Sampling
 from barrel_inference.workers.model.cores import usable_cores
-from barrel_inference.workers.model.engine import EngineInfo, NoCells, Row, StepFailed, StepInterrupted
+from barrel_inference.workers.model.engine import EngineInfo, Logits, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.options import STUB_THINKING, LoadOptions, StubModelOpts
 
 N_VOCAB = 1 << 22
@@ -35,6 +35,7 @@ _MARKERS = {THINK_OPEN: STUB_THINKING.start.encode(), THINK_CLOSE: STUB_THINKING
 _MARKER_IDS = {text: token for token, text in _MARKERS.items()}
 _EMBEDDING_SIZE = 16
 _CELL = struct.Struct("<QQQ")  # voice, link, the link before
+_VOICE = struct.Struct("<Q")
 _MASK = (1 << 64) - 1
 
 
@@ -79,20 +80,20 @@ class StubSampler:
         self.sampling = sampling
         self._seed = seed
 
-    def sample(self, row: int, number: int) -> int:
+    def sample(self, logits: Logits, number: int) -> int:
         """See `Sampler.sample`."""
         thinking = self._engine.opts.thinking_tokens
         if thinking and number in (0, thinking + 1):
             return THINK_CLOSE if number else THINK_OPEN
-        voice = self._engine.voice_of_row(row)
+        (voice,) = _VOICE.unpack(logits)
         return said_by(mix(voice, self._seed, number) if self.sampling.temperature else voice)
 
     def accept(self, token: int, number: int) -> None:
         """See `Sampler.accept`; nothing depends on it here."""
 
-    def top_logprobs(self, row: int, count: int) -> list[tuple[int, float]]:
+    def top_logprobs(self, logits: Logits, count: int) -> list[tuple[int, float]]:
         """See `Sampler.top_logprobs`: each next one is half as likely."""
-        first = said_by(self._engine.voice_of_row(row))
+        first = said_by(*_VOICE.unpack(logits))
         return [((first + place) % N_VOCAB, -0.6931471805599453 * (place + 1)) for place in range(count)]
 
     def close(self) -> None:
@@ -202,9 +203,9 @@ class StubEngine:
                 return mix(last.voice, 3), mix(last.link, 3)
         return last.voice, last.link
 
-    def voice_of_row(self, row: int) -> int:
-        """The voice after a row of the last decode call; only rows that wanted logits have one."""
-        return self._rows[row]
+    def logits(self, row: int) -> Logits:
+        """See `Engine`; the voice after the row is all there is to say."""
+        return _VOICE.pack(self._rows[row])
 
     def interrupt(self) -> None:
         """See `Engine`."""
@@ -345,6 +346,7 @@ def _info(options: LoadOptions) -> EngineInfo:
         n_batch=context.n_batch,
         n_seq_max=context.n_seq_max,
         n_vocab=N_VOCAB,
+        logits_bytes=_VOICE.size,
         n_threads=context.n_threads or usable_cores(),
         window_tokens=0,
         has_cells=True,

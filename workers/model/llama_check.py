@@ -5,10 +5,6 @@ logits will do; a memory kind that llama.cpp gains later and that fails here is 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from barrel_inference.workers.model.engine import Engine, Row
 
@@ -17,14 +13,7 @@ _NODE_TOKENS = 16
 _TRIMMED_TOKENS = 3
 
 
-class CheckedEngine(Engine, Protocol):
-    """An engine whose logits can be looked at."""
-
-    def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """A copy of a row's logits."""
-
-
-def keeps_its_state(engine: CheckedEngine) -> bool:
+def keeps_its_state(engine: Engine) -> bool:
     """Does exported and imported state go on as the live one? Uses sequence 0 and leaves it empty."""
     tokens = [(7 * number + 3) % engine.info.n_vocab for number in range(CHECK_TOKENS)]
     node = min(_NODE_TOKENS, engine.info.window_tokens or _NODE_TOKENS)
@@ -36,7 +25,7 @@ def keeps_its_state(engine: CheckedEngine) -> bool:
         engine.clear(0)
 
 
-def _cells_go_on(engine: CheckedEngine, tokens: list[int], node: int) -> bool:
+def _cells_go_on(engine: Engine, tokens: list[int], node: int) -> bool:
     keep = 2 * node - min(_TRIMMED_TOKENS, node - 1)
     feed(engine, tokens[:node], 0)
     feed(engine, tokens[node : 2 * node], node)
@@ -48,10 +37,10 @@ def _cells_go_on(engine: CheckedEngine, tokens: list[int], node: int) -> bool:
     for number, data in enumerate(nodes):
         if data is None or not engine.import_cells(0, number * node, (number + 1) * node, memoryview(data)):
             return False
-    return engine.cut(0, keep) and np.array_equal(feed(engine, tokens[keep:], keep), want)
+    return engine.cut(0, keep) and feed(engine, tokens[keep:], keep) == want
 
 
-def _snapshot_goes_on(engine: CheckedEngine, tokens: list[int], node: int) -> bool:
+def _snapshot_goes_on(engine: Engine, tokens: list[int], node: int) -> bool:
     feed(engine, tokens[:node], 0)
     cells = _exported(engine, 0, node)
     snapshot = bytearray(engine.snapshot_bytes(0))
@@ -62,10 +51,10 @@ def _snapshot_goes_on(engine: CheckedEngine, tokens: list[int], node: int) -> bo
     restored = engine.import_cells(0, 0, node, memoryview(cells)) and engine.import_snapshot(
         0, node, memoryview(snapshot)
     )
-    return restored and np.array_equal(feed(engine, tokens[node:], node), want)
+    return restored and feed(engine, tokens[node:], node) == want
 
 
-def feed(engine: CheckedEngine, tokens: Sequence[int], position: int) -> npt.NDArray[np.float32]:
+def feed(engine: Engine, tokens: Sequence[int], position: int) -> bytes:
     """Compute tokens of sequence 0 as a prompt is: in slices, the last one alone; returns its logits."""
     step = max(1, min(_NODE_TOKENS, engine.info.n_batch))
     last = len(tokens) - 1
@@ -73,10 +62,10 @@ def feed(engine: CheckedEngine, tokens: Sequence[int], position: int) -> npt.NDA
         end = min(start + step, last)
         engine.decode([Row(tokens[i], position + i, 0, False) for i in range(start, end)])
     engine.decode([Row(tokens[last], position + last, 0, True)])
-    return engine.logits(0).copy()
+    return bytes(engine.logits(0)).copy()
 
 
-def _exported(engine: CheckedEngine, start: int, end: int) -> bytearray | None:
+def _exported(engine: Engine, start: int, end: int) -> bytearray | None:
     size = engine.cells_bytes(0, start, end)
     if size < 0:
         return None

@@ -15,6 +15,7 @@ from barrel_inference.workers.model.engine_llama import LlamaEngine
 from barrel_inference.workers.model.grammar_limits import MAX_GRAMMAR_BYTES
 from barrel_inference.workers.model.llama_check import feed, keeps_its_state
 from barrel_inference.workers.model.llama_log import LogLines, buffer_bytes
+from barrel_inference.workers.model.llama_sampler import LOGIT_BYTES
 from barrel_inference.workers.model.llama_vocab import LlamaVocab
 from barrel_inference.workers.model.model_path import files_of, resolve
 from barrel_inference.workers.model.options import LoadOptions
@@ -166,6 +167,7 @@ def _info(model: object, context: object | None, options: LoadOptions, log: LogL
         n_batch=int(L.llama_n_batch(context)) if context else opts.n_batch,
         n_seq_max=opts.n_seq_max,
         n_vocab=vocab.n_vocab,
+        logits_bytes=vocab.n_vocab * LOGIT_BYTES,
         n_threads=llama_load.threads_of(opts)[0],
         window_tokens=kind.window_tokens,
         has_cells=kind.has_cells,

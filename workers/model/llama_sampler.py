@@ -1,7 +1,7 @@
 """How the next token is chosen from a row of logits.
 
 Nothing here reads logits out of the context by itself: after a restore llama.cpp still hands out the row of the request
-before. The row comes in, goes through the filters, and the chosen token's logit is looked at *before* it is
+before. The row comes in, from a decode call or a stored prefix, goes through the filters, and the chosen token's logit is looked at *before* it is
 accepted: llama.cpp ends the process when a grammar is made to accept what it forbids, which `llama_sampler_sample` does at
 a dead end.
 
@@ -11,7 +11,7 @@ The draw is ours, with a generator made of (seed, number of the token): no rando
 import ctypes
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import llama_cpp.llama_cpp as L
 import numpy as np
@@ -20,10 +20,12 @@ from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from barrel_inference.errors import GrammarFailed
 from barrel_inference.protocol import Sampling
+from barrel_inference.workers.model.engine import Logits
 from barrel_inference.workers.model.grammar_limits import MAX_GRAMMAR_BYTES, check_grammar, check_schema
 from barrel_inference.workers.model.llama_log import LogLines
 
 Row = npt.NDArray[np.float32]
+LOGIT_BYTES = 4
 
 # As llama.cpp's own programs: penalties look back that far, into the prompt too.
 PENALTY_TOKENS = 64
@@ -147,13 +149,11 @@ class LlamaSampler:
         prompt: Sequence[int],
         *,
         n_vocab: int,
-        row_of: Callable[[int], Row],
         candidates: Candidates,
         grammars: Grammars,
     ) -> None:
         self._sampling = sampling
         self._seed = seed
-        self._row_of = row_of
         self._candidates = candidates
         bias = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < n_vocab}
         self._bias_ids = np.fromiter(bias, np.int64, len(bias))
@@ -165,10 +165,10 @@ class LlamaSampler:
             for token in prompt[-PENALTY_TOKENS:]:
                 L.llama_sampler_accept(self._penalties, token)
 
-    def sample(self, row: int, number: int) -> int:
+    def sample(self, logits: Logits, number: int) -> int:
         """See `Sampler.sample`."""
-        logits = self._row_of(row)
-        token = self._draw(logits, number) if self._filters else self._greedy(logits)
+        row = np.frombuffer(logits, np.float32)
+        token = self._draw(row, number) if self._filters else self._greedy(row)
         self._accept(token)
         return token
 
@@ -238,15 +238,15 @@ class LlamaSampler:
         if self._penalties:
             L.llama_sampler_accept(self._penalties, token)
 
-    def top_logprobs(self, row: int, count: int) -> list[tuple[int, float]]:
+    def top_logprobs(self, logits: Logits, count: int) -> list[tuple[int, float]]:
         """See `Sampler.top_logprobs`."""
-        logits = self._row_of(row).astype(np.float64)
-        count = min(count, len(logits))
-        top = np.argpartition(logits, -count)[-count:] if count < len(logits) else np.arange(len(logits))
-        top = top[np.lexsort((top, -logits[top]))]
-        highest = logits.max()
-        total = highest + np.log(np.exp(logits - highest).sum())
-        return [(int(token), float(logits[token] - total)) for token in top]
+        row = np.frombuffer(logits, np.float32).astype(np.float64)
+        count = min(count, len(row))
+        top = np.argpartition(row, -count)[-count:] if count < len(row) else np.arange(len(row))
+        top = top[np.lexsort((top, -row[top]))]
+        highest = row.max()
+        total = highest + np.log(np.exp(row - highest).sum())
+        return [(int(token), float(row[token] - total)) for token in top]
 
     def close(self) -> None:
         """See `Sampler.close`."""
