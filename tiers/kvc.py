@@ -18,11 +18,12 @@ so that a flipped byte anywhere outside the trailer is noticed.
     112     8      bytes of the snapshot section, u64
     120     8      time of saving, seconds since the epoch, f64
     128     16     XXH3-128 of the payload, from its offset to the trailer
-    144     16     zeros
+    144     8      bytes of the logits section, u64; 0 = there is none
+    152     8      zeros
     160     16     XXH3-128 of bytes 0 to 160, then of bytes 192 to the payload
     176     16     zeros (not under a checksum, checked to be zero)
     192     ...    metadata, a msgpack map: identity, token ids, token lengths, text; zeros to a multiple of 64
-    ...     ...    payload: cells, zeros to a multiple of 64, snapshot, zeros to a multiple of 64
+    ...     ...    payload: cells, snapshot, logits, each followed by zeros to a multiple of 64
     ...     1024   trailer, rewritten in place while the image lives
 
 Trailer, outside both checksums and with its own; one that does not check is ignored:
@@ -35,6 +36,8 @@ Trailer, outside both checksums and with its own; one that does not check is ign
     24      16     XXH3-128 of bytes 0 to 24, then of bytes 40 to 1024
     40      24×40  marks: key 32, tokens from the root u32, save reason u16, flags u16 (1 = pinned)
     1000    24     zeros
+
+The logits are those after the node's last token, as the engine has them: for llama.cpp an f32 for each token of the vocabulary.
 
 A digest is XXH3's canonical form (big-endian), as `xxh128sum` prints it.
 """
@@ -76,7 +79,7 @@ _REASONS = {number: reason for reason, number in REASON_NUMBERS.items()}
 _HAS_SNAPSHOT, _PINNED, _HAS_PARENT = 1, 2, 4
 _NO_KEY = bytes(32)
 
-_HEADER = struct.Struct("<8sIIIIII32s32sQQQd16s16x16s16x")
+_HEADER = struct.Struct("<8sIIIIII32s32sQQQd16sQ8x16s16x")
 _CHECKED_BYTES = 160
 _TRAILER = struct.Struct("<4sIdII16s")
 _MARK = struct.Struct("<32sIHH")
@@ -118,6 +121,7 @@ class Layout(NamedTuple):
     payload_offset: int
     cells_bytes: int
     snapshot_bytes: int
+    logits_bytes: int
 
     @property
     def snapshot_offset(self) -> int:
@@ -125,9 +129,14 @@ class Layout(NamedTuple):
         return self.payload_offset + _aligned(self.cells_bytes)
 
     @property
+    def logits_offset(self) -> int:
+        """Where the logits section starts."""
+        return self.snapshot_offset + _aligned(self.snapshot_bytes)
+
+    @property
     def trailer_offset(self) -> int:
         """Where the trailer starts, which is where the payload's checksum ends."""
-        return self.snapshot_offset + _aligned(self.snapshot_bytes)
+        return self.logits_offset + _aligned(self.logits_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -141,6 +150,10 @@ class Layout(NamedTuple):
     def snapshot(self, view: memoryview) -> memoryview:
         """The snapshot section, to write into or to read from."""
         return view[self.snapshot_offset : self.snapshot_offset + self.snapshot_bytes]
+
+    def logits(self, view: memoryview) -> memoryview:
+        """The logits section, to write into or to read from."""
+        return view[self.logits_offset : self.logits_offset + self.logits_bytes]
 
 
 class Mark(NamedTuple):
@@ -167,6 +180,7 @@ class Image(NamedTuple):
     meta: Meta
     cells: memoryview
     snapshot: memoryview
+    logits: memoryview
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -204,23 +218,24 @@ class _Header(NamedTuple):
     snapshot_bytes: int
     created_unix_s: float
     payload_digest: bytes
+    logits_bytes: int
     header_digest: bytes
 
     def layout(self) -> Layout:
-        return Layout(self.meta_bytes, self.payload_offset, self.cells_bytes, self.snapshot_bytes)
+        return Layout(self.meta_bytes, self.payload_offset, self.cells_bytes, self.snapshot_bytes, self.logits_bytes)
 
 
 # --- writing -----------------------------------------------------------------------------------------------------------
 
 
-def layout(meta: Meta, cells_bytes: int, snapshot_bytes: int) -> Layout:
+def layout(meta: Meta, cells_bytes: int, snapshot_bytes: int = 0, logits_bytes: int = 0) -> Layout:
     """Where the parts of an image with this metadata and these sections will lie; `size_bytes` is the room it takes."""
     meta_bytes = len(_encoder.encode(_body(meta)))
-    return Layout(meta_bytes, _aligned(HEADER_BYTES + meta_bytes), cells_bytes, snapshot_bytes)
+    return Layout(meta_bytes, _aligned(HEADER_BYTES + meta_bytes), cells_bytes, snapshot_bytes, logits_bytes)
 
 
 def seal(view: memoryview, meta: Meta, layout: Layout) -> None:
-    """Complete an image whose two payload sections are in place already.
+    """Complete an image whose payload sections are in place already.
 
     The magic goes in last: bytes that were left half-sealed never look like an image.
     """
@@ -232,7 +247,8 @@ def seal(view: memoryview, meta: Meta, layout: Layout) -> None:
     # A recycled slab holds other people's bytes; none of them may travel along in a gap.
     _zero(view, HEADER_BYTES + len(body), layout.payload_offset)
     _zero(view, layout.payload_offset + layout.cells_bytes, layout.snapshot_offset)
-    _zero(view, layout.snapshot_offset + layout.snapshot_bytes, layout.trailer_offset)
+    _zero(view, layout.snapshot_offset + layout.snapshot_bytes, layout.logits_offset)
+    _zero(view, layout.logits_offset + layout.logits_bytes, layout.trailer_offset)
     view[HEADER_BYTES : HEADER_BYTES + len(body)] = body
     trailer = Trailer(last_used_unix_s=meta.created_unix_s, hits=0, pinned=meta.pinned)
     view[layout.trailer_offset :] = pack_trailer(trailer)
@@ -240,7 +256,7 @@ def seal(view: memoryview, meta: Meta, layout: Layout) -> None:
     header = _HEADER.pack(
         MAGIC, VERSION, _flags(meta), REASON_NUMBERS[meta.reason], meta.start_tokens, len(meta.token_ids) // 4,
         len(body), meta.key, meta.parent_key or _NO_KEY, layout.payload_offset, layout.cells_bytes,
-        layout.snapshot_bytes, meta.created_unix_s, payload_digest, bytes(16),
+        layout.snapshot_bytes, meta.created_unix_s, payload_digest, layout.logits_bytes, bytes(16),
     )  # fmt: skip
     digest = _header_digest(header, view[HEADER_BYTES : layout.payload_offset])
     header = header[:_CHECKED_BYTES] + digest + header[_CHECKED_BYTES + len(digest) :]
@@ -296,7 +312,7 @@ def open_image(view: memoryview, key: bytes) -> Image:
     meta = _parse_meta(header, bytes(view[: where.payload_offset]))
     if xxh3_128(view[where.payload_offset : where.trailer_offset]).digest() != header.payload_digest:
         raise CorruptImage("payload checksum")
-    return Image(meta, where.cells(view), where.snapshot(view))
+    return Image(meta, where.cells(view), where.snapshot(view), where.logits(view))
 
 
 def prefix_bytes(header: bytes) -> int:

@@ -39,13 +39,17 @@ META = Meta(
 )
 
 
-def sealed(meta: Meta, cells: bytes, snapshot: bytes = b"") -> bytearray:
+CHILD = replace(META, parent_key=PARENT, start_tokens=256, snapshot=True)
+
+
+def sealed(meta: Meta, cells: bytes, snapshot: bytes = b"", logits: bytes = b"") -> bytearray:
     """A whole image, in a slab that held something else before."""
-    where = kvc.layout(meta, len(cells), len(snapshot))
+    where = kvc.layout(meta, len(cells), len(snapshot), len(logits))
     slab = bytearray(b"\xee" * where.size_bytes)
     view = memoryview(slab)
     where.cells(view)[:] = cells
     where.snapshot(view)[:] = snapshot
+    where.logits(view)[:] = logits
     kvc.seal(view, meta, where)
     return slab
 
@@ -61,36 +65,37 @@ def test_every_field_comes_back() -> None:
     """A parsed image has the metadata, the tokens in order and the bytes that were sealed."""
     got = kvc.open_image(memoryview(sealed(META, b"original payload")), KEY)
     assert got.meta == META
-    assert (bytes(got.cells), bytes(got.snapshot)) == (b"original payload", b"")
+    assert (bytes(got.cells), bytes(got.snapshot), bytes(got.logits)) == (b"original payload", b"", b"")
 
 
 def test_snapshot_and_parent_come_back() -> None:
-    """A child with a snapshot keeps both sections, its parent and its flags."""
+    """A child with a snapshot and logits keeps all sections, its parent and its flags."""
     meta = replace(
         META, parent_key=PARENT, start_tokens=256, snapshot=True, pinned=True, reason=SaveReason.AGENT_PREFIX
     )
-    got = kvc.open_image(memoryview(sealed(meta, b"", b"state")), KEY)
+    got = kvc.open_image(memoryview(sealed(meta, b"", b"state", b"row")), KEY)
     assert got.meta == meta
-    assert bytes(got.snapshot) == b"state"
+    assert (bytes(got.cells), bytes(got.snapshot), bytes(got.logits)) == (b"", b"state", b"row")
 
 
 @pytest.mark.parametrize(
-    ("name", "meta", "cells", "snapshot"),
+    ("name", "meta", "cells", "snapshot", "logits"),
     [
-        ("root.kvc", META, b"original payload", b""),
-        ("child.kvc", replace(META, parent_key=PARENT, start_tokens=256, snapshot=True), b"cells" * 30, b"state"),
+        ("root.kvc", META, b"original payload", b"", b""),
+        ("child.kvc", CHILD, b"cells" * 30, b"state", b""),
+        ("logits.kvc", CHILD, b"cells" * 30, b"state", b"logits" * 20),
     ],
 )
-def test_bytes_are_those_of_version_1(name: str, meta: Meta, cells: bytes, snapshot: bytes) -> None:
+def test_bytes_are_those_of_version_1(name: str, meta: Meta, cells: bytes, snapshot: bytes, logits: bytes) -> None:
     """Files that were written by the first release are read and written byte by byte as they are."""
     want = (GOLDEN / name).read_bytes()
-    assert bytes(sealed(meta, cells, snapshot)) == want
+    assert bytes(sealed(meta, cells, snapshot, logits)) == want
     assert kvc.open_image(memoryview(want), KEY).meta == meta
 
 
 def test_gaps_hold_nothing_of_the_slab_before() -> None:
     """A recycled slab's old bytes do not travel along between the sections."""
-    assert b"\xee" not in sealed(META, b"x" * 100, b"y" * 10)
+    assert b"\xee" not in sealed(META, b"x" * 100, b"y" * 10, b"z" * 70)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ def test_scan_notices_a_cut_file() -> None:
 
 def test_every_flipped_byte_is_noticed() -> None:
     """Outside the trailer there is no byte that can change without the reader or the key noticing."""
-    slab = sealed(META, b"original payload", b"st")
+    slab = sealed(META, b"original payload", b"st", b"row")
     where = scanned(slab)[1]
     for at in range(where.trailer_offset):
         slab[at] ^= 0x40
@@ -180,6 +185,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=5)), m
     tokens=TOKENS,
     cells=st.binary(max_size=300),
     snapshot=st.binary(max_size=100),
+    logits=st.binary(max_size=100),
     key=st.binary(min_size=32, max_size=32),
     other=st.binary(min_size=32, max_size=32),
     quant=st.text(max_size=10),
@@ -190,6 +196,7 @@ def test_round_trip(
     tokens: list[tuple[int, bytes]],
     cells: bytes,
     snapshot: bytes,
+    logits: bytes,
     key: bytes,
     other: bytes,
     quant: str,
@@ -205,9 +212,9 @@ def test_round_trip(
         text=b"".join(text for _, text in tokens),
         reason=reason,
     )
-    slab = sealed(meta, cells, snapshot)
+    slab = sealed(meta, cells, snapshot, logits)
     got = kvc.open_image(memoryview(slab), key)
-    assert (got.meta, bytes(got.cells), bytes(got.snapshot)) == (meta, cells, snapshot)
+    assert (got.meta, bytes(got.cells), bytes(got.snapshot), bytes(got.logits)) == (meta, cells, snapshot, logits)
     assert scanned(slab)[0] == meta
     if other != key:
         with pytest.raises(CorruptImage, match="another key"):
