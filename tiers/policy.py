@@ -27,7 +27,7 @@ class Policy:
     session_resume_wait_ms: int = 500
     min_reuse_tokens: int = _DEFAULT_REUSE_TOKENS  # `sys.maxsize` for inf: whole prompts only
     prefill_chunk_size: int = 128
-    store_logits: bool = False
+    store_logits: bool = False  # with a prompt's end: an identical prompt then needs no decode for its first token
 
     def cold_boundary(self, prompt_tokens: int) -> int:
         """Where a cold save ends: trimmed, then rounded down to the alignment; 0 = nothing is left."""
@@ -108,11 +108,7 @@ def _number(value: int | float | None) -> float:
 
 def _problem(name: str, value: Any) -> list[str]:
     if name == "store_logits":
-        return (
-            []
-            if value is False
-            else [f"policy.store_logits = {value!r}: logits are not stored by this version; leave it false"]
-        )
+        return [] if isinstance(value, bool) else [f"policy.store_logits = {value!r} is neither true nor false"]
     limits = _COUNTS.get(name) or _OPTIONAL.get(name)
     if limits is None:
         return [f"policy.{name} = {value!r} is no gate"]

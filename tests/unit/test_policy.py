@@ -72,7 +72,7 @@ def test_missing_gate_is_named(name: str) -> None:
     [
         ("cold_min_tokens", 30_000), ("boundary_align_tokens", 0), ("continued_interval", 0), ("min_tokens", -1),
         ("boundary_trim_tokens", -1), ("min_tokens", 1.5), ("min_tokens", True), ("min_tokens", "many"),
-        ("prefill_chunk_size", 0), ("min_reuse_tokens", 0), ("store_logits", True), ("cold_max_tokens", math.nan),
+        ("prefill_chunk_size", 0), ("min_reuse_tokens", 0), ("store_logits", 1), ("cold_max_tokens", math.nan),
         ("continued_interval", -math.inf), ("ladder", 3),
     ],
 )  # fmt: skip
@@ -107,7 +107,7 @@ LIMITS = st.one_of(st.none(), st.just(math.inf), st.integers(0, 10**6))
             "session_resume_wait_ms": st.integers(0, 10**4),
             "min_reuse_tokens": st.one_of(st.none(), st.just(math.inf), st.integers(1, 100)),
             "prefill_chunk_size": st.one_of(st.none(), st.just(math.inf), st.integers(1, 10**4)),
-            "store_logits": st.just(False),
+            "store_logits": st.booleans(),
         },
     )
 )

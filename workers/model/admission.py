@@ -179,7 +179,7 @@ class Admission:
             job.stage = Stage.RESTORING
             self._state.restores[s.id] = Restore(
                 self._state.context, self._effects, job, s, found,
-                min_reuse_tokens=self._state.able.min_reuse_tokens, then=lambda: self._restored(job),
+                able=self._state.able, then=lambda: self._restored(job),
             )  # fmt: skip
         else:
             let_go(found)
@@ -195,8 +195,9 @@ class Admission:
         elif decision.how is How.CLEAR:
             self._state.context.clear(s)
         job.begin_context(s.tokens[: seam.stored_tokens], wanted[seam.caller_tokens :])
-        # The last token is computed again, for its logits.
-        keep = min(seam.stored_tokens, len(job.tokens) - 1)
+        keep = seam.stored_tokens
+        if keep == len(job.tokens) != s.logits_at:
+            keep -= 1  # the last token is computed again, for its logits
         if keep < len(s.tokens) and not self._state.context.cut(s, keep):
             job.begin_context((), wanted)
             seam = NO_SEAM

@@ -5,6 +5,7 @@ chores between decode calls.
 """
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from barrel_inference.protocol import Location, MatchedNode, Namespace, NewNode,
 from barrel_inference.tiers import key as keys
 from barrel_inference.tiers import kvc
 from barrel_inference.tiers.arena import Arena
-from barrel_inference.workers.model.chain import NO_SEAM, Seam, cut_points, find_seam
+from barrel_inference.workers.model import grid
+from barrel_inference.workers.model.chain import cut_points, find_seam
 from barrel_inference.workers.model.effects import ComingNode, Found, SaveOrder, StoredNode
-from barrel_inference.workers.model.engine import Engine
+from barrel_inference.workers.model.engine import Engine, Logits
 from barrel_inference.workers.model.images import ImageReader
 from barrel_inference.workers.model.job import Job
 from barrel_inference.workers.model.scheduler import Scheduler
@@ -55,6 +57,7 @@ class _Part:
     end: int
     cells_bytes: int
     snapshot: bytes
+    logits: Logits
     token: int = 0
     location: Location | None = None
     pack_ns: int = 0
@@ -86,8 +89,10 @@ class CacheClient:
 
     def namespace(self, salt: bytes) -> Namespace:
         """The namespace of a tenant's requests to this model."""
-        info = self.engine.info
-        return Namespace(self.fingerprint, f"{info.quant_type}/{info.quant_bits}", info.ctx_params_hash, salt)
+        info, params = self.engine.info, self.engine.info.ctx_params_hash
+        if self.deterministic:  # another grid makes other slices, and those other bits
+            params = hashlib.sha256(params + keys.pack_u32([self.block_tokens])).digest()
+        return Namespace(self.fingerprint, f"{info.quant_type}/{info.quant_bits}", params, salt)
 
     # --- restore
 
@@ -110,7 +115,10 @@ class CacheClient:
         stored = [token for node in match.nodes for token in keys.unpack_u32(node.token_ids)]
         seam = find_seam(stored, wanted, rendered)
         if self.deterministic:
-            seam = self._on_grid(seam, match.nodes, wanted)
+            seam = grid.stored_part(
+                seam, [_end(node) for node in match.nodes], len(job.prompt), self.block_tokens,
+                has_snapshots=self.engine.info.needs_snapshot,
+            )  # fmt: skip
         if not match.nodes or seam.caller_tokens < min(self.min_reuse_tokens, len(wanted)):
             self._drop_claim(match.claim)
             reason = match.miss_reason or "too_short"
@@ -124,20 +132,6 @@ class CacheClient:
             match.divergence_byte,
         )  # fmt: skip
 
-    def _on_grid(self, seam: Seam, nodes: Sequence[MatchedNode], wanted: Sequence[int]) -> Seam:
-        """Deterministic: the identical prompt, or whole nodes that start and end on the grid; the same tokens always."""
-        if seam.retokenised:
-            return NO_SEAM
-        length = 0
-        for node in nodes:
-            end = _end(node)
-            if end % self.block_tokens and node is nodes[-1] and end == seam.stored_tokens == len(wanted):
-                return seam
-            if end > min(seam.stored_tokens, len(wanted) - 1) or end % self.block_tokens:
-                break
-            length = end
-        return Seam(length, length, False)
-
     def _open(self, node: MatchedNode) -> StoredNode | None:
         """Open the fastest copy that can be read; the others are reported. Runs on a reader's thread."""
         found: StoredNode | None = None
@@ -149,12 +143,15 @@ class CacheClient:
             began_ns = time.perf_counter_ns()
             try:
                 opened = self.reader.open(copy, node.key, root=peer.about.get("root", ""))
+                if len(opened.image.logits) not in (0, self.engine.info.logits_bytes):
+                    raise kvc.CorruptImage(f"{len(opened.image.logits)} bytes of logits")
             except (kvc.CorruptImage, OSError):
                 corrupt.append((node.key, copy.server))
                 continue
             found = StoredNode(
                 node.key, copy.server, peer.about.get("kind", ""), node.start_tokens, _end(node), opened.image.cells,
-                opened.image.snapshot if node.snapshot else None, opened.is_intact, time.perf_counter_ns() - began_ns,
+                opened.image.snapshot if node.snapshot else None, opened.image.logits or None, opened.is_intact,
+                time.perf_counter_ns() - began_ns,
             )  # fmt: skip
             break
         if corrupt:
@@ -187,8 +184,9 @@ class CacheClient:
             namespace = self.namespace(order.salt)
             async with self._planning:  # the next save goes on from what this one has reserved
                 plan, parts = await self._plan(order, namespace)
+                planned = len(parts)
                 await self._size(order, namespace, parts)
-                complete = await self._reserve(order, namespace, parts)
+                complete = await self._reserve(namespace, parts) and len(parts) == planned
             result = SaveResult(order.reason, self._key_at(order, namespace, len(order.tokens)) if complete else None,
                                 sum(part.end - part.start for part in parts if part.token))  # fmt: skip
             if not accepted.done():
@@ -198,7 +196,7 @@ class CacheClient:
             self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
             packed = True
             await asyncio.gather(*(self._finish_part(namespace, part, view) for part, view in writes))
-            if complete and (plan.inside_key is not None or order.pinned):
+            if complete and (order.pinned or (plan.inside_key is not None and not parts)):
                 await self._mark(order, namespace, plan, parts)
         except BarrelError as error:
             self.actor.log.info("save.dropped", reason=order.reason.value, code=error.code)
@@ -228,14 +226,15 @@ class CacheClient:
             protocol.Planned,
             deadline_s=CALL_DEADLINE_S,
         )  # fmt: skip
-        if plan.inside_key is not None:
+        if plan.inside_key is not None and not self._wants_own_end(order):
             return plan, []
         kept = self._kept(plan, len(order.tokens))
         parent, start = kept[-1][:2] if kept else (None, 0)
         digest = keys.start(namespace)
         digest.update(b"".join(pieces[:start]))
         parts: list[_Part] = []
-        for a, b in cut_points(start, len(order.tokens), self.block_tokens, tuple(order.snapshots)):
+        logits_at, row = order.logits or (0, b"")
+        for a, b in cut_points(start, len(order.tokens), self.block_tokens, (*order.snapshots, logits_at)):
             text = b"".join(pieces[a:b])
             digest.update(text)
             key = digest.digest()
@@ -245,9 +244,14 @@ class CacheClient:
                 token_bytes=keys.pack_u32(lengths[a:b]), text=text, size_bytes=0, reason=order.reason,
                 snapshot=bool(snapshot), pinned=order.pinned and b == len(order.tokens),
             )  # fmt: skip
-            parts.append(_Part(node, a, b, 0, snapshot))
+            parts.append(_Part(node, a, b, 0, snapshot, row if b == logits_at else b""))
             parent = key
         return plan, parts
+
+    def _wants_own_end(self, order: SaveOrder) -> bool:
+        """Has a save to end with a node even where a longer one has its tokens? A row of logits belongs to a node's end, and a
+        deterministic prompt's tail serves that prompt only."""
+        return self.deterministic or (order.logits is not None and order.logits[0] == len(order.tokens))
 
     def _kept(self, plan: protocol.Planned, length: int) -> list[tuple[bytes, int, list[str]]]:
         """The stored nodes that a save goes on from. Deterministic: those on the grid, unless all of it is stored: a tail
@@ -267,14 +271,12 @@ class CacheClient:
             self.actor.count(saves_dropped=1)
         for part, size in zip(parts, sizes, strict=False):
             part.cells_bytes = size
-            image = kvc.layout(self._meta(part.node, namespace), size, len(part.snapshot))
-            part.node = _with_size(part.node, image.size_bytes)
+            part.node = _with_size(part.node, self._layout(part, namespace).size_bytes)
 
-    async def _reserve(self, order: SaveOrder, namespace: Namespace, parts: list[_Part]) -> bool:
-        """Get a place for each node; True when the whole save will be there."""
+    async def _reserve(self, namespace: Namespace, parts: list[_Part]) -> bool:
+        """Get a place for each node; True when all of them will be there."""
         if not parts:
             return True
-        whole = parts[-1].end == len(order.tokens)
         reply = await self._index().call(
             protocol.Reserve(
                 namespace=namespace, model_id=self.model_id, server=self.server, nodes=[p.node for p in parts]
@@ -290,7 +292,7 @@ class CacheClient:
                 self.actor.cast("index", protocol.Abort(tokens=[grant.token]))
             elif grant.status not in ("already_present", "conflict"):
                 dropped = True
-        return whole and not dropped
+        return not dropped
 
     async def _pack(self, order: SaveOrder, namespace: Namespace, part: _Part) -> tuple[_Part, memoryview | None]:
         """Export one node into its slab, or into staging; None = there was no room, or the cells were gone."""
@@ -299,11 +301,12 @@ class CacheClient:
             self.actor.cast("index", protocol.Abort(tokens=[part.token]))
             self.actor.count(saves_dropped=1)
             return part, None
-        layout = kvc.layout(self._meta(part.node, namespace), part.cells_bytes, len(part.snapshot))
+        layout = self._layout(part, namespace)
 
         def export() -> bool:
             began_ns = time.perf_counter_ns()
             layout.snapshot(view)[:] = part.snapshot
+            layout.logits(view)[:] = part.logits
             cells = layout.cells(view)
             done = not part.cells_bytes or self.engine.export_cells(order.seq, part.start, part.end, cells)
             part.pack_ns += time.perf_counter_ns() - began_ns
@@ -319,8 +322,7 @@ class CacheClient:
         """Seal an image and publish it; a tier that fails makes it a miss later, not an error now."""
         if view is None:
             return
-        meta = self._meta(part.node, namespace)
-        layout = kvc.layout(meta, part.cells_bytes, len(part.snapshot))
+        meta, layout = self._meta(part.node, namespace), self._layout(part, namespace)
         began_ns = time.perf_counter_ns()
         await asyncio.to_thread(kvc.seal, view, meta, layout)
         self.actor.count(pack_total_ns=part.pack_ns + time.perf_counter_ns() - began_ns)
@@ -369,7 +371,7 @@ class CacheClient:
         self, order: SaveOrder, namespace: Namespace, plan: protocol.Planned, parts: Sequence[_Part]
     ) -> None:
         """Name the end of a save that is no node's end, or pin it."""
-        node_key = plan.inside_key or (parts[-1].node.key if parts else plan.nodes[-1][0])
+        node_key = parts[-1].node.key if parts else plan.inside_key or plan.nodes[-1][0]
         await self._index().call(
             protocol.AddMark(
                 namespace=namespace, key=self._key_at(order, namespace, len(order.tokens)), node_key=node_key,
@@ -415,6 +417,9 @@ class CacheClient:
 
         self.scheduler.post_chore(run)
         return await future
+
+    def _layout(self, part: _Part, namespace: Namespace) -> kvc.Layout:
+        return kvc.layout(self._meta(part.node, namespace), part.cells_bytes, len(part.snapshot), len(part.logits))
 
     def _meta(self, node: NewNode, namespace: Namespace) -> kvc.Meta:
         return kvc.Meta(

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from barrel_inference.workers.model.engine import Engine, NoCells
 from barrel_inference.workers.model.sequences import Sequence_, SequenceTable, Use
 
-# Snapshots kept per sequence (recurrent models): a static head's end, the save boundary, one before the prompt's end, the end.
-KEPT_SNAPSHOTS = 4
+# Snapshots kept per sequence (recurrent models): a static head's end, the save boundary, one before the prompt's end, that
+# end, the end.
+KEPT_SNAPSHOTS = 5
 
 
 class Context:
@@ -25,6 +26,7 @@ class Context:
         self.engine.clear(s.id)
         self.snapshots.pop(s.id, None)
         s.tokens, s.saved_tokens = [], 0
+        s.forget_logits()
         if s.use is not Use.BUSY:
             s.use, s.session = Use.FREE, None
 
@@ -33,6 +35,8 @@ class Context:
         if length and self.engine.cut(s.id, length):
             s.tokens = s.tokens[:length]
             s.saved_tokens = min(s.saved_tokens, length)
+            if s.logits_at > length:
+                s.forget_logits()
             self.snapshots[s.id] = {at: data for at, data in self.snapshots.get(s.id, {}).items() if at <= length}
             return True
         self.clear(s)
@@ -46,6 +50,8 @@ class Context:
             return False
         target.tokens = source.tokens[:length]
         target.saved_tokens = min(source.saved_tokens, length)
+        if source.logits_at <= length:
+            target.logits, target.logits_at = source.logits, source.logits_at
         return True
 
     def with_room(self, action: Callable[[], bool]) -> bool:

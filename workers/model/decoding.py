@@ -6,7 +6,8 @@ from barrel_inference.errors import GrammarFailed
 from barrel_inference.protocol import SaveReason
 from barrel_inference.workers.model import batch
 from barrel_inference.workers.model.effects import Effects
-from barrel_inference.workers.model.engine import NoCells, Row, StepFailed, StepInterrupted
+from barrel_inference.workers.model.engine import Logits, NoCells, Row, StepFailed, StepInterrupted
+from barrel_inference.workers.model.grid import ends_on_grid
 from barrel_inference.workers.model.job import Job, Stage
 from barrel_inference.workers.model.recovery import Recovery
 from barrel_inference.workers.model.saving import Saver
@@ -29,7 +30,9 @@ class Decoder:
         self._turn = 0
 
     def step(self) -> None:
-        jobs = [job for job in self._state.running.values() if job.stage in (Stage.PREFILLING, Stage.GENERATING)]
+        for job in self._state.computing():
+            self._start(job)
+        jobs = self._state.computing()
         if not jobs:
             return
         wants = [self._want(job) for job in jobs]
@@ -49,6 +52,18 @@ class Decoder:
             self._recovery.after_interrupt(parts, stopped)
         except StepFailed as failed:
             self._try_each(parts, failed)
+
+    def _start(self, job: Job) -> None:
+        """An identical prompt whose last row was kept has nothing to compute before its first token."""
+        assert job.seq is not None
+        s = self._state.table[job.seq]
+        if len(s.tokens) < len(job.tokens):
+            return
+        assert s.logits_at == len(s.tokens), (s.logits_at, len(s.tokens))
+        if job.spec.mode != "prefill" and job.finish_reason is None:
+            self._sample(job, s.logits)
+        if job.stage is not Stage.ENDED:
+            self._after_row(job)
 
     def _try_each(self, parts: list[batch.Slice], failed: StepFailed) -> None:
         """One row is bad: each sequence by itself, so that only that one's request suffers."""
@@ -70,7 +85,8 @@ class Decoder:
         assert job.seq is not None
         held = len(self._state.table[job.seq].tokens)
         ready = len(job.tokens) - held
-        prefill = max(0, job.prompt_tokens - 1 - held)
+        alone = 0 if ends_on_grid(job.prompt_tokens, self._state.limits.grid_tokens) else 1
+        prefill = max(0, job.prompt_tokens - alone - held)
         if not prefill and ready > 1 and not self._state.limits.deterministic:
             prefill = ready - 1  # tokens generated before a restart: a slice is faster than one by one
         for point in self._saver.snapshot_points(job):
@@ -86,7 +102,8 @@ class Decoder:
             end = part.position + part.count
             for position in range(part.position, end):
                 rows.append(Row(job.tokens[position], position, part.seq, False))
-            if end == len(job.tokens) and job.finish_reason is None and job.spec.mode != "prefill":
+            is_last = end == len(job.tokens) and job.finish_reason is None
+            if is_last and (job.spec.mode != "prefill" or self._state.keeps_logits(job)):
                 rows[-1] = rows[-1]._replace(wants_logits=True)
                 with_logits.append((job, len(rows) - 1))
         self.call_began_s = time.monotonic()
@@ -98,7 +115,7 @@ class Decoder:
             self._advance(part)
         for job, row in with_logits:
             if job.stage is not Stage.ENDED:
-                self._sample(job, row)
+                self._use_row(job, self._state.engine.logits(row))
         for part in parts:
             if part.seq in self._state.running:
                 self._after_row(self._state.running[part.seq])
@@ -112,6 +129,14 @@ class Decoder:
         self.prefilled_tokens += new_prompt
         if end in self._saver.snapshot_points(job):
             self._state.context.take_snapshot(s)
+
+    def _use_row(self, job: Job, logits: Logits) -> None:
+        assert job.seq is not None
+        s = self._state.table[job.seq]
+        if len(s.tokens) == job.prompt_tokens and self._state.keeps_logits(job):
+            s.logits, s.logits_at = bytes(logits), job.prompt_tokens
+        if job.spec.mode != "prefill":
+            self._sample(job, logits)
 
     def _after_row(self, job: Job) -> None:
         assert job.seq is not None
@@ -133,7 +158,7 @@ class Decoder:
         ):
             self._saver.save(s, held, SaveReason.CONTINUED, job=job)
 
-    def _sample(self, job: Job, row: int) -> None:
+    def _sample(self, job: Job, logits: Logits) -> None:
         assert job.sampler is not None
         number = len(job.generated)
         if number >= job.limit_tokens:
@@ -146,9 +171,9 @@ class Decoder:
                 job.sampler.accept(token, number)
             else:
                 if job.spec.sampling.logprobs:
-                    top = job.sampler.top_logprobs(row, job.spec.sampling.logprobs)
+                    top = job.sampler.top_logprobs(logits, job.spec.sampling.logprobs)
                     job.logprobs.append({"top": [{"id": t, "logprob": p} for t, p in top]})
-                token = job.sampler.sample(row, number)
+                token = job.sampler.sample(logits, number)
                 if job.spec.sampling.logprobs:
                     job.logprobs[-1]["id"] = token
         except GrammarFailed as failed:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from barrel_inference.protocol import SaveReason
 from barrel_inference.workers.model.chain import NO_SEAM, Seam
+from barrel_inference.workers.model.engine import Logits
 from barrel_inference.workers.model.job import Job
 from barrel_inference.workers.model.text import Piece
 
@@ -26,6 +27,7 @@ class StoredNode:
     end: int
     cells: memoryview
     snapshot: memoryview | None
+    logits: memoryview | None  # the row after its last token
     is_intact: Callable[[], bool]  # after the import: is the slab still the same one?
     open_ns: int = 0  # what reading and checking it took
 
@@ -62,6 +64,7 @@ class SaveOrder:
     salt: bytes
     reason: SaveReason
     snapshots: dict[int, bytes]  # state by position, for models that need it
+    logits: tuple[int, Logits] | None  # a position at which to end a node, and the row to store with it
     job: Job | None = None
     pinned: bool = False
     on_published: Callable[[], None] | None = None  # engine thread: every node is published, or given up

@@ -62,7 +62,7 @@ def feed(engine: Engine, tokens: Sequence[int], position: int) -> bytes:
         end = min(start + step, last)
         engine.decode([Row(tokens[i], position + i, 0, False) for i in range(start, end)])
     engine.decode([Row(tokens[last], position + last, 0, True)])
-    return bytes(engine.logits(0)).copy()
+    return bytes(engine.logits(0))
 
 
 def _exported(engine: Engine, start: int, end: int) -> bytearray | None:

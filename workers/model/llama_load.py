@@ -175,7 +175,7 @@ def params_hash(context: object, opts: ContextOpts, cell_head: bytes, log: LogLi
         "layout", cell_head[28:44].hex(), "rotations", rotations(log.lines), "swa_full", opts.swa_full,
         "rope", opts.rope_scaling, opts.rope_freq_base, opts.rope_freq_scale,
         "yarn", opts.yarn_ext_factor, opts.yarn_attn_factor, opts.yarn_beta_fast, opts.yarn_beta_slow, opts.yarn_orig_ctx,
-        "deterministic", opts.deterministic, "llama", L.llama_version().decode(), llama_cpp.__version__,
+        "deterministic", opts.deterministic and threads_of(opts), "llama", L.llama_version().decode(), llama_cpp.__version__,
         "state", int(L.LLAMA_STATE_SEQ_VERSION),
     )  # fmt: skip
     return hashlib.sha256("\n".join(map(repr, values)).encode()).digest()

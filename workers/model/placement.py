@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from barrel_inference.protocol import HitKind
+from barrel_inference.workers.model import grid
 from barrel_inference.workers.model.chain import NO_SEAM, Seam, common_prefix, find_seam
 from barrel_inference.workers.model.job import Job, Stage
 from barrel_inference.workers.model.sequences import Sequence_, SequenceTable, Use
@@ -40,7 +41,7 @@ class Abilities:
     can_share: bool  # copy a prefix's cells between sequences
     can_cut: Callable[[int, int], bool]  # (sequence, length)
     min_reuse_tokens: int
-    grid_tokens: int = 1  # above 1: only what any prompt would have computed the same way, whole blocks of so many
+    grid_tokens: int = 0  # of a deterministic context, see `grid`
 
 
 def place(
@@ -58,8 +59,7 @@ def place(
     if own is not None:
         if own.holds:
             return Placement(How.WAIT)
-        seam = _reproducible(own, find_seam(own.tokens, prompt, rendered), len(prompt), able.grid_tokens)
-        seam = _usable(own, seam, len(prompt), able)
+        seam = _own_part(own, job, rendered, able)
         if stored_tokens > seam.caller_tokens:
             return Placement(How.CLEAR, own.id, stored=True)
         if seam.caller_tokens >= able.min_reuse_tokens or seam.stored_tokens == len(own.tokens) > 0:
@@ -88,12 +88,20 @@ def live_reach(job: Job, table: SequenceTable, rendered: Callable[[int], bytes],
     prompt = [*job.prompt, *job.generated]
     own = table.of_session(job.spec.session_id, job.salt) if job.spec.session_id else None
     if own is not None:
-        seam = _reproducible(own, find_seam(own.tokens, prompt, rendered), len(prompt), able.grid_tokens)
-        return _usable(own, seam, len(prompt), able).stored_tokens
-    live = table.best_live(prompt, job.salt, rendered) if able.grid_tokens == 1 else None
+        return _own_part(own, job, rendered, able).stored_tokens
+    live = table.best_live(prompt, job.salt, rendered) if not able.grid_tokens else None
     if live is None or (table[live.source].use is Use.BUSY and not able.can_share):
         return 0
     return _usable(table[live.source], live.seam, len(prompt), able).stored_tokens
+
+
+def _own_part(own: Sequence_, job: Job, rendered: Callable[[int], bytes], able: Abilities) -> Seam:
+    """What a request can go on from in its session's sequence."""
+    prompt = [*job.prompt, *job.generated]
+    seam = find_seam(own.tokens, prompt, rendered)
+    if able.grid_tokens:
+        seam = grid.live_part(seam, own.prompt_tokens, len(job.prompt), able.grid_tokens)
+    return _usable(own, seam, len(prompt), able)
 
 
 def _from_live(
@@ -112,20 +120,11 @@ def _from_live(
     return None
 
 
-def _reproducible(own: Sequence_, seam: Seam, prompt_tokens: int, grid_tokens: int) -> Seam:
-    """The seam, moved back to where the cells are those that a prompt would make which is computed from nothing.
-
-    Generated tokens were computed one by one, and so was a prompt's last one: those serve the identical prompt only.
-    """
-    if grid_tokens == 1 or seam.stored_tokens == own.prompt_tokens == prompt_tokens:
-        return seam
-    same = 0 if seam.retokenised else min(seam.stored_tokens, own.prompt_tokens - 1) // grid_tokens * grid_tokens
-    return Seam(same, same, False) if same > 0 else NO_SEAM
-
-
 def _usable(source: Sequence_, seam: Seam, prompt_tokens: int, able: Abilities) -> Seam:
-    """The seam, or nothing if the sequence cannot be cut there (or one before the end, for the last token's logits)."""
-    keep = seam.stored_tokens - (1 if seam.caller_tokens == prompt_tokens else 0)
+    """The seam, or nothing if the sequence cannot be cut where the first token is computed that has to be."""
+    keep = seam.stored_tokens
+    if seam.caller_tokens == prompt_tokens and source.logits_at != keep:
+        seam, keep = grid.without_logits(seam, able.grid_tokens)
     if keep == len(source.tokens) or able.can_cut(source.id, keep):
         return seam
     return NO_SEAM

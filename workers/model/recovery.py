@@ -107,4 +107,4 @@ class Recovery:
 
 
 def _bad_copy(key: bytes, server: str) -> StoredNode:
-    return StoredNode(key, server, "", 0, 0, memoryview(b""), None, lambda: False)
+    return StoredNode(key, server, "", 0, 0, memoryview(b""), None, None, lambda: False)

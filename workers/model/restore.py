@@ -8,11 +8,13 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
 from barrel_inference.protocol import HitKind
+from barrel_inference.workers.model import grid
 from barrel_inference.workers.model.chain import Seam, common_prefix, find_seam
 from barrel_inference.workers.model.context import Context
 from barrel_inference.workers.model.effects import Effects, Found, StoredNode
 from barrel_inference.workers.model.engine import NoCells
 from barrel_inference.workers.model.job import Job
+from barrel_inference.workers.model.placement import Abilities
 from barrel_inference.workers.model.sequences import Sequence_
 
 
@@ -35,7 +37,7 @@ class Restore:
     """One restore. Call `step` until it says that it is over; then `used` are the nodes that the sequence goes on from."""
 
     def __init__(
-        self, context: Context, effects: Effects, job: Job, s: Sequence_, found: Found, *, min_reuse_tokens: int,
+        self, context: Context, effects: Effects, job: Job, s: Sequence_, found: Found, *, able: Abilities,
         then: Callable[[], None],
     ) -> None:  # fmt: skip
         self._context = context
@@ -43,7 +45,7 @@ class Restore:
         self._job = job
         self._s = s
         self._found = found
-        self._min_reuse_tokens = min_reuse_tokens
+        self._able = able
         self.used: list[StoredNode] = []
         self.corrupt: list[StoredNode] = []
         self.awaited: Future[StoredNode | None] | None = None  # the last step could do nothing before this is done
@@ -100,10 +102,13 @@ class Restore:
             return False
         finally:
             self._job.load_ns += node.open_ns + time.perf_counter_ns() - began_ns
+        logits = bytes(node.logits) if node.logits is not None and node.end == self._found.seam.stored_tokens else b""
         if not taken or not node.is_intact():
             self._context.cut(s, node.start)
             return False
         s.tokens = list(self._found.tokens[: node.end])
+        if logits:
+            s.logits, s.logits_at = logits, node.end
         return True
 
     def _settle(self) -> None:
@@ -114,13 +119,15 @@ class Restore:
         is_whole = len(s.tokens) >= seam.stored_tokens
         if not is_whole:  # a node was unreadable: what came before it is a shorter match
             seam = self._seam(wanted)
-        keep = seam.stored_tokens - (1 if seam.caller_tokens == len(wanted) else 0)
+        keep = seam.stored_tokens
+        if seam.caller_tokens == len(wanted) and s.logits_at != keep:
+            seam, keep = grid.without_logits(seam, self._able.grid_tokens)
         if self._context.engine.info.needs_snapshot:
             keep = self._set_snapshot(keep)
             seam = self._seam(wanted) if keep < seam.stored_tokens - 1 else seam
         elif keep < len(s.tokens) and not self._context.cut(s, keep):
             keep = 0
-        if keep <= 0 or (seam.caller_tokens < self._min_reuse_tokens and seam.caller_tokens < len(wanted)):
+        if keep <= 0 or (seam.caller_tokens < self._able.min_reuse_tokens and seam.caller_tokens < len(wanted)):
             self._context.clear(s)
             job.begin_context((), wanted)
             job.hit.miss_reason = "unreadable"
@@ -144,9 +151,12 @@ class Restore:
         s = self._s
         for node in reversed(self.used):
             if node.snapshot is not None and node.end <= keep:
-                if self._context.engine.import_snapshot(s.id, node.end, node.snapshot):
+                snapshot = bytes(node.snapshot)
+                if node.is_intact() and self._context.engine.import_snapshot(s.id, node.end, memoryview(snapshot)):
                     s.tokens = s.tokens[: node.end]
-                    self._context.snapshots.setdefault(s.id, {})[node.end] = bytes(node.snapshot)
+                    if s.logits_at > node.end:
+                        s.forget_logits()
+                    self._context.snapshots.setdefault(s.id, {})[node.end] = snapshot
                     return node.end
                 break
         self._context.clear(s)

@@ -3,21 +3,12 @@
 from collections.abc import Callable
 
 from barrel_inference.protocol import HitKind, SaveReason
+from barrel_inference.workers.model import grid
 from barrel_inference.workers.model.effects import Effects, SaveOrder
+from barrel_inference.workers.model.grid import ends_on_grid
 from barrel_inference.workers.model.job import Job
 from barrel_inference.workers.model.sequences import Sequence_, Use
 from barrel_inference.workers.model.state import State
-
-
-def reproducible_tokens(length: int, prompt_tokens: int, block_tokens: int) -> int:
-    """How much of a sequence's first `length` tokens another prompt, or the same again, would compute bit for bit. Pure.
-
-    Whole blocks before the prompt's last token are computed in the same slices by every prompt that has them. The tail, with
-    the last token alone, is the identical prompt's only; on the grid it could not be told from a whole block.
-    """
-    if length >= prompt_tokens and prompt_tokens % block_tokens:
-        return prompt_tokens
-    return max(0, min(length, prompt_tokens - 1)) // block_tokens * block_tokens
 
 
 class Saver:
@@ -35,7 +26,7 @@ class Saver:
     ) -> bool:  # fmt: skip
         """Order a save, whatever was ordered before: the index knows what some tier holds. False: there is nothing to save."""
         if self._state.limits.deterministic:
-            length = reproducible_tokens(length, s.prompt_tokens, self._state.limits.block_tokens)
+            length = grid.savable(length, s.prompt_tokens, self._state.limits.grid_tokens)
         if not self._state.engine.info.cacheable or not length:
             return False
         if reason in (SaveReason.EVICT, SaveReason.SHUTDOWN) and self._state.limits.policy.saves_nothing:
@@ -47,8 +38,9 @@ class Saver:
             return False
         s.holds += 1
         s.saved_tokens = max(s.saved_tokens, length)
+        logits = (s.logits_at, s.logits) if 0 < s.logits_at <= length else None
         self._effects.save(
-            SaveOrder(s.id, tuple(s.tokens[:length]), s.salt, reason, snapshots, job, pinned, on_published)
+            SaveOrder(s.id, tuple(s.tokens[:length]), s.salt, reason, snapshots, logits, job, pinned, on_published)
         )
         return True
 
@@ -100,9 +92,16 @@ class Saver:
         """Where the state is remembered while a prompt is computed, for models that resume only there."""
         if not self._state.engine.info.needs_snapshot or not self._state.engine.info.cacheable:
             return ()
-        pin = job.spec.prefix_checkpoint_len or 0
-        boundary = self._state.limits.policy.cold_boundary(job.prompt_tokens)
-        return tuple(point for point in (pin, boundary, job.prompt_tokens - 1) if point > 0)
+        length, grid_tokens = job.prompt_tokens, self._state.limits.grid_tokens
+        if grid_tokens:  # a slice that ended elsewhere would not be computed as others compute it
+            points = [*range(grid_tokens, length + 1, grid_tokens)]
+        else:
+            points = [job.spec.prefix_checkpoint_len or 0, self._state.limits.policy.cold_boundary(length)]
+        if not ends_on_grid(length, grid_tokens):
+            points.append(length - 1)
+        if grid_tokens or self._state.keeps_logits(job):  # saves end with the prompt
+            points.append(length)
+        return tuple(point for point in points if point > 0)
 
     def after_reclaim(self, then: Callable[[], None]) -> None:
         """Run `then` once no sequence is being reclaimed."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from barrel_inference.workers.model.chain import Seam, find_seam
+from barrel_inference.workers.model.engine import Logits
 
 
 class Use(StrEnum):
@@ -33,6 +34,12 @@ class Sequence_:
     holds: int = 0
     prompt_tokens: int = 0  # how many from the start were its last request's prompt: what follows was generated
     saved_tokens: int = 0  # how many from the start some tier holds or is about to
+    logits: Logits = b""  # the row after its first `logits_at` tokens, which are a prompt
+    logits_at: int = 0  # 0 = no row was kept
+
+    def forget_logits(self) -> None:
+        """Let the kept row go."""
+        self.logits, self.logits_at = b"", 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from barrel_inference.tiers.policy import Policy
 from barrel_inference.workers.model.context import Context
 from barrel_inference.workers.model.effects import Found
 from barrel_inference.workers.model.engine import Engine
+from barrel_inference.workers.model.grid import ends_on_grid
 from barrel_inference.workers.model.job import Job, Stage
 from barrel_inference.workers.model.placement import Abilities
 from barrel_inference.workers.model.restore import Restore
@@ -27,6 +28,11 @@ class Limits:
     deterministic: bool
     block_tokens: int
     decode_budget_ms: int = 0
+
+    @property
+    def grid_tokens(self) -> int:
+        """The grid of a deterministic context, see `grid`; 0 = there is none."""
+        return self.block_tokens if self.deterministic else 0
 
 
 @dataclass(slots=True)
@@ -51,7 +57,7 @@ class State:
             can_share=not info.needs_snapshot and info.has_cells and not limits.deterministic,
             can_cut=engine.can_cut,
             min_reuse_tokens=limits.policy.min_reuse_tokens,
-            grid_tokens=limits.block_tokens if limits.deterministic else 1,
+            grid_tokens=limits.grid_tokens,
         )
         return cls(engine, limits, Context(engine), able)
 
@@ -67,6 +73,11 @@ class State:
     def computing(self) -> list[Job]:
         """The requests that have rows for the next call."""
         return [job for job in self.running.values() if job.stage in (Stage.PREFILLING, Stage.GENERATING)]
+
+    def keeps_logits(self, job: Job) -> bool:
+        """Is the row after this request's prompt kept, so that the identical prompt needs no decode?"""
+        is_needed = ends_on_grid(job.prompt_tokens, self.limits.grid_tokens)
+        return self.engine.info.cacheable and (self.limits.policy.store_logits or is_needed)
 
     def leave(self, s: Sequence_) -> None:
         """The request of a sequence stops running, in the middle of a restore too."""
