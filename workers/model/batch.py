@@ -1,7 +1,7 @@
 """Which rows go into the next decode call. Pure.
 
 Decode rows first, one per generating sequence; then prefill slices. Slices end on a fixed grid of positions, and a prompt's
-last token goes alone as a decode row, cold or warm: so the batch shapes, and with them the rounding, do not depend on how
+last token goes alone as a decode row, cold or warm (deterministic: unless it ends on the grid): so the batch shapes, and with them the rounding, do not depend on how
 much was restored.
 """
 
