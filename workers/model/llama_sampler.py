@@ -1,9 +1,9 @@
 """How the next token is chosen from a row of logits.
 
 Nothing here reads logits out of the context by itself: after a restore llama.cpp still hands out the row of the request
-before. The row comes in, from a decode call or a stored prefix, goes through the filters, and the chosen token's logit is looked at *before* it is
-accepted: llama.cpp ends the process when a grammar is made to accept what it forbids, which `llama_sampler_sample` does at
-a dead end.
+before. The row comes in, from a decode call or a stored prefix, goes through the filters, and the chosen token's logit is looked
+at *before* it is accepted: llama.cpp ends the process when a grammar is made to accept what it forbids, which
+`llama_sampler_sample` does at a dead end.
 
 The draw is ours, with a generator made of (seed, number of the token): no random state has to survive a resubmission.
 """
