@@ -51,7 +51,7 @@ from barrel_inference.supervisor import arguments, reload, runtime_dir, spec, st
 from barrel_inference.supervisor.control import Control, Sender
 from barrel_inference.supervisor.notify import Systemd, report_start
 from barrel_inference.supervisor.restarts import Intensity
-from barrel_inference.supervisor.spawn import Process
+from barrel_inference.supervisor.spawn import Process, use_descriptors
 from barrel_inference.supervisor.tree import EXIT_CANNOT_START, Limits, Tree
 from barrel_inference.transport import ipc_endpoint
 
@@ -361,6 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a supervisor; the value is its exit status."""
     given = arguments.parse(sys.argv[1:] if argv is None else argv)
     try:
+        use_descriptors()
         settings = arguments.settings_of(given)
         children = arguments.specs_of(given, settings)
         own_dir, state_dir = Path(settings.runtime.dir), Path(settings.runtime.state_dir)

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +27,23 @@ _PIPE_BYTES = 64 * 1024
 MAX_BOOT_BYTES = 1024 * 1024
 
 _TAIL_BYTES = 8192
+
+# Each child costs us three descriptors and each client costs the router one. What the service's unit asks for is the most.
+LEAST_DESCRIPTORS = 128
+MOST_DESCRIPTORS = 65536
+
+
+def use_descriptors() -> None:
+    """Take as many descriptors as we may, for us and our children: a shell's soft limit is few for a server with clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < LEAST_DESCRIPTORS:
+        raise InvalidArgument(
+            f"a process may open {soft} files here, a runtime needs {LEAST_DESCRIPTORS}", hint="raise `ulimit -n`"
+        )
 
 
 class Process:

@@ -126,9 +126,11 @@ class Tree:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """What to do about `event`, in order."""
-        if now_s - self._turn_s > LATE_TURN_S:
+        if (absence_s := now_s - self._turn_s) > LATE_TURN_S:
             for child in self._children.values():
                 child.beat_s = now_s
+                if child.due_s is not None:
+                    child.due_s += absence_s
         self._turn_s = now_s
         commands = list(self._react(event, now_s))
         if self._finish is not None:

@@ -23,7 +23,8 @@ def hits_now(node: Node, now_s: float) -> float:
 
 def score(node: Node, now_s: float) -> float:
     """How much a node is worth keeping; comparable between nodes at one instant."""
-    return node.last_used_unix_s + HIT_WORTH_S * math.log2(1 + hits_now(node, now_s))
+    # A use in the future was noted by a clock that has been set back since: it must not keep the row until then.
+    return min(node.last_used_unix_s, now_s) + HIT_WORTH_S * math.log2(1 + hits_now(node, now_s))
 
 
 # Hits fade while a node waits in the heap; the order is computed anew after so long.
@@ -95,7 +96,7 @@ class Victims:
         return None
 
     def _rescore(self, now_s: float) -> None:
-        if now_s - self._scored_s > _RESCORE_S:
+        if abs(now_s - self._scored_s) > _RESCORE_S:
             self._scored_s = now_s
             distinct = {id(node): node for _, _, node in self._heap if self.server in node.copies}
             self._heap = [self._entry(node, now_s) for node in distinct.values()]

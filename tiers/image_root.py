@@ -91,7 +91,10 @@ class ImageRoot:
             self._root, self._lock = root, lock
 
     def listed(
-        self, now_unix_s: float | None = None, dead_pids: frozenset[int] = frozenset()
+        self,
+        now_unix_s: float | None = None,
+        dead_pids: frozenset[int] = frozenset(),
+        live_pids: frozenset[int] = frozenset(),
     ) -> Iterator[tuple[str, int]]:
         """Complete files and their sizes; leftovers that nobody can be writing any more are removed on the way."""
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
@@ -109,10 +112,9 @@ class ImageRoot:
                         state = entry.stat(follow_symlinks=False)
                         if found.writer_pid is None:
                             yield f"{shard}/{entry.name}", state.st_size
-                        elif (
-                            found.writer_pid in dead_pids
-                            or now_unix_s - state.st_mtime > TEMP_TTL_S
-                            or not _is_alive(found.writer_pid)
+                        elif found.writer_pid in dead_pids or (
+                            found.writer_pid not in live_pids
+                            and (now_unix_s - state.st_mtime > TEMP_TTL_S or not _is_alive(found.writer_pid))
                         ):
                             os.unlink(entry.name, dir_fd=directory)
 

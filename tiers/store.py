@@ -94,8 +94,12 @@ class Store(Protocol[P]):
     def read(self, places: Sequence[P]) -> Scan:
         """Rows at these places by their headers. Places that are rows no more are left out; rows without bytes are reported."""
 
-    def sweep(self, now_unix_s: float, dead_pids: frozenset[int]) -> Scan:
-        """Compare with the medium: complete images that nobody knows become rows, leftovers of dead writers go."""
+    def sweep(self, now_unix_s: float, dead_pids: frozenset[int], live_pids: frozenset[int] = frozenset()) -> Scan:
+        """Compare with the medium: complete images that nobody knows become rows, leftovers of dead writers go.
+
+        Args:
+            live_pids: what these write is no leftover, however old the clock says it is.
+        """
 
     def stats(self) -> Stats:
         """Bytes and rows."""

@@ -150,12 +150,12 @@ class FileStore:
                 gone += [self._forgotten(name) for name in shard_names]
         return Scan(tuple(rows), tuple(gone), tuple(corrupt))
 
-    def sweep(self, now_unix_s: float, dead_pids: frozenset[int]) -> Scan:
+    def sweep(self, now_unix_s: float, dead_pids: frozenset[int], live_pids: frozenset[int] = frozenset()) -> Scan:
         """See `Store.sweep`."""
         self.flush()
         self._root.reopen_if_replaced()
         self._remove_stuck()
-        present = dict(self._root.listed(now_unix_s, dead_pids))
+        present = dict(self._root.listed(now_unix_s, dead_pids, live_pids))
         known = list(self._sizes)
         changed = self.read([name for name in known if present.get(name) != self._sizes[name]])
         strangers = [

@@ -143,7 +143,7 @@ class MemoryStore:
             rows.append(stored_row(meta, state, location))
         return Scan(rows=tuple(rows), corrupt=tuple(corrupt))
 
-    def sweep(self, now_unix_s: float, dead_pids: frozenset[int]) -> Scan:
+    def sweep(self, now_unix_s: float, dead_pids: frozenset[int], live_pids: frozenset[int] = frozenset()) -> Scan:
         """Nothing can turn up in memory, or vanish from it, behind our back."""
         return Scan()
 

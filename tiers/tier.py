@@ -219,7 +219,8 @@ class TierProcess:
 
     async def _sweep(self) -> None:
         dead_pids, self.dead_pids = self.dead_pids, frozenset()
-        scan = await self.in_thread(lambda: self.store.sweep(time.time(), dead_pids))
+        live_pids = frozenset(self._pids.values()) - dead_pids
+        scan = await self.in_thread(lambda: self.store.sweep(time.time(), dead_pids, live_pids))
         self._sweeping = False
         await self._tell(scan)
         await self._tell(await self.in_thread(lambda: self.store.expire(time.monotonic())))

@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
 PROMPT = list(range(1, 61))
 HELPERS = ("index", "tier:ram", "tier:ram_file", "tier:disk", "writer:0", "writer:1")
 TOKENS = 40
+HANG_S = 3.0  # the least that the configuration takes
 
 
 @pytest.fixture(scope="module")
@@ -296,16 +297,39 @@ def test_a_hung_model_is_replaced(client: Client) -> None:
     client.unload(model)
 
 
-def test_a_hung_helper_is_replaced() -> None:
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Runtime]:
+    """One that takes silence for a hang as soon as it may."""
+    with Runtime(SMALL | {"supervisor": {"hang_s": HANG_S, "intensity": 100}}) as made:
+        yield made
+
+
+@pytest.mark.parametrize("victim", ["index", "router"])
+def test_a_hung_helper_is_replaced(impatient: Runtime, victim: str) -> None:
     """A stopped index costs hits, not answers, until it is replaced; a stopped router is a pause."""
-    with Runtime(SMALL | {"supervisor": {"hang_s": 3, "intensity": 100}}) as runtime, runtime.client() as client:
+    with impatient.client() as client:
         model = stub(client)
         whole = client.complete(model, PROMPT, response_tokens=TOKENS).generated
-        for victim in ("index", "router"):
-            pid = runtime.processes()[victim]
-            with stopped(pid):
-                assert client.complete(model, PROMPT, response_tokens=TOKENS).generated == whole
-                came_back(runtime, victim, pid)
+        pid = impatient.processes()[victim]
+        with stopped(pid):
+            assert client.complete(model, PROMPT, response_tokens=TOKENS).generated == whole
+            came_back(impatient, victim, pid)
+
+
+def test_everything_stands_still(impatient: Runtime) -> None:
+    """Stopped as a whole for longer than a hang may take, as a suspended machine is: a pause, and nobody is replaced."""
+    with impatient.client() as client:
+        model = stub(client, context={"decode_budget_ms": 500})
+        pids = impatient.processes()
+
+        def stand_still() -> None:
+            with contextlib.ExitStack() as stack:
+                for pid in reversed(pids.values()):  # so that the supervisor goes on first, and finds nobody alive
+                    stack.enter_context(stopped(pid))
+                threading.Event().wait(HANG_S + 1.0)
+
+        assert disturbed(client, model, stand_still).end.resubmitted == 0
+        assert impatient.processes() == pids
 
 
 @pytest.mark.parametrize("victim", ["index", "tier:ram", "router", "model"])

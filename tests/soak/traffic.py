@@ -31,7 +31,8 @@ class Journal:
         """Count an event, and remember what it was."""
         with self._lock:
             self.counts[kind] += 1
-            self._last.append(f"{time.monotonic() - self._began_s:8.2f} s  {kind} {text}")
+            if kind not in ("answered", "cancelled"):  # too many to say what led to a failure
+                self._last.append(f"{time.monotonic() - self._began_s:8.2f} s  {kind} {text}")
 
     def fail(self, text: str) -> None:
         """Something is not as it must be."""

@@ -31,7 +31,7 @@ class Watch:
         self._killed_s: dict[str, tuple[float, int]] = {}
         self._seen_s: dict[int, float] = {}
         self._rss_bytes: dict[int, int] = {}  # once it was grown up
-        self.before = {name: descriptors(pid) for name, pid in self.processes().items()}
+        self.before = self._settled_descriptors()
         self.pss_before = self.pss_bytes()
 
     def roots(self) -> list[Path]:
@@ -99,16 +99,14 @@ class Watch:
             "no reservation is left", lambda: not any(t.reserved_bytes for t in self._client.cache.stats().tiers), 200
         )
         for root in self.roots():
-            self._expect(f"index = storage in {root}", lambda root=root: not self._difference(root), 90)  # type: ignore[misc]
-            if difference := self._difference(root):
-                self._journal.fail(difference)
+            self._expect_nothing(f"index = storage in {root}", lambda root=root: self._difference(root), 90)  # type: ignore[misc]
         live = set(self.processes().values())
         for pid in self.pids - live:
             if not end_of(pid, 5.0):
                 self._journal.fail(f"process {pid} was left over")
-        self._expect("no descriptor is left over", self._has_no_extra_descriptors)
+        self._expect_nothing("descriptors left over", self._extra_descriptors)
         self._expect("no zombie is left", lambda: not zombies_of(self._runtime.processes()["supervisor"]))
-        self._expect("no process has grown", lambda: not self._grown())
+        self._expect_nothing("grown processes", self._grown)
 
     def _expect(self, what: str, holds: Callable[[], bool], deadline_s: float = 60.0) -> None:
         def tried() -> bool:
@@ -121,6 +119,14 @@ class Watch:
         except AssertionError as error:
             self._journal.fail(str(error))
 
+    def _expect_nothing(self, what: str, found: Callable[[], object], deadline_s: float = 60.0) -> None:
+        """In the end there is none of it; else what there is."""
+        failures = len(self._journal.failures)
+        self._expect(what, lambda: not found(), deadline_s)
+        if len(self._journal.failures) > failures:
+            with contextlib.suppress(BarrelError):
+                self._journal.fail(f"{what}: {found()}")
+
     def _difference(self, root: Path) -> str:
         """Between index and storage; empty if there is none."""
         kind = "disk" if root == self.roots()[0] else "ram_file"
@@ -130,9 +136,27 @@ class Watch:
             return ""
         return f"{kind}: rows without a file {sorted(rows - files)[:3]}, files without a row {sorted(files - rows)[:3]}"
 
-    def _has_no_extra_descriptors(self) -> bool:
-        now = {name: descriptors(pid) for name, pid in self._runtime.processes().items()}
-        return all(now[name] <= count + SPARE_DESCRIPTORS for name, count in self.before.items())
+    def _descriptors(self) -> dict[str, int]:
+        return {name: descriptors(pid) for name, pid in self._runtime.processes().items()}
+
+    def _settled_descriptors(self) -> dict[str, int]:
+        """Once nobody connects to anybody any more: who was loaded last is still being told of the others."""
+        found = self._descriptors()
+        while (now := self._descriptors_later()) != found:
+            found = now
+        return found
+
+    def _descriptors_later(self) -> dict[str, int]:
+        time.sleep(0.5)
+        return self._descriptors()
+
+    def _extra_descriptors(self) -> dict[str, str]:
+        now = self._descriptors()
+        return {
+            name: f"{now.get(name)} instead of {count}"
+            for name, count in self.before.items()
+            if now.get(name, 0) > count + SPARE_DESCRIPTORS
+        }
 
     def _grown(self) -> list[str]:
         now = self.pss_bytes()

@@ -1,5 +1,6 @@
 """Which copies go first."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,20 @@ def test_lowest_score_first() -> None:
     for text, age_h, hits in ((b"a", 3, 0), (b"b", 2, 0), (b"c", 4, 15), (b"d", 1, 0)):
         stored.restore_row(row(b"", text, used_s=NOW_S - age_h * HOUR_S, hits=hits), NOW_S)
     assert order(stored) == [b"a", b"b", b"d", b"c"]
+
+
+@pytest.mark.parametrize("jump_s", [-1e9, -HOUR_S * 2, HOUR_S * 2, 1e9, 1e300])
+def test_a_clock_that_jumps(jump_s: float) -> None:
+    """Wherever the wall clock is set, each row goes once, and what is used after the jump goes last."""
+    stored = shelf()
+    for text, age_h, hits in ((b"a", 3, 5), (b"b", 2, 0), (b"c", 1, 0)):
+        stored.restore_row(row(b"", text, used_s=NOW_S - age_h * HOUR_S, hits=hits), NOW_S)
+    assert order(stored, now_s=NOW_S)[:1] == [b"b"]
+    for text, age_h in ((b"b", 2), (b"c", 1), (b"a", 3)):
+        stored.restore_row(row(b"", text, used_s=NOW_S - age_h * HOUR_S), NOW_S)
+    now_s = NOW_S + jump_s
+    stored.nodes[key(b"a")].hits, stored.nodes[key(b"a")].last_used_unix_s = 1, now_s
+    assert order(stored, now_s=now_s)[-1] == b"a"
 
 
 def test_a_use_moves_it_back() -> None:

@@ -212,6 +212,15 @@ def test_leftovers_of_dead_writers_go(root: Path, store: FileStore) -> None:
     assert not mine.exists()
 
 
+@pytest.mark.parametrize("jump_s", [-1e9, 1e9])
+def test_a_clock_that_jumps_makes_no_leftovers(root: Path, store: FileStore, jump_s: float) -> None:
+    """What a writer of ours is writing stays, whatever the wall clock says of its age."""
+    path = root / names.shard_of(KEY) / names.temp_name(KEY, os.getpid(), 1)
+    path.write_bytes(b"half")
+    store.sweep(path.stat().st_mtime + jump_s, frozenset(), frozenset({os.getpid()}))
+    assert path.exists()
+
+
 def test_file_of_a_given_up_lease_is_adopted(root: Path, store: FileStore) -> None:
     """A writer that died after it had linked: when the place is given up, the row is kept."""
     location = store.room(OWNER, [], [Want(OTHER, 2048)], give_back=False).locations[0]

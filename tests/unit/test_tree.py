@@ -381,6 +381,18 @@ def test_own_absence_is_nobodys_hang() -> None:
     assert of(Kill, bench.do(Tick(), after_s=3600.0)) == []
 
 
+def test_own_absence_counts_for_no_deadline() -> None:
+    """Who was loading, stopping or waiting for its restart when everything stood still has the rest of its time afterwards."""
+    bench = Bench(helper("loads", ready_ms=30_000), helper("stops"), helper("died"))
+    bench.ready("stops", "died")
+    bench.dies("died")
+    bench.do(Stop("stops"))
+    assert bench.do(Tick(), after_s=3600.0) == []
+    assert [c.spec.id for c in of(Spawn, bench.do(Tick(), after_s=2.0))] == ["died"]
+    assert of(Kill, bench.do(Tick(), after_s=2.9)) == []
+    assert [kill.id for _ in range(13) for kill in of(Kill, bench.do(Tick(), after_s=2.0))] == ["stops", "loads"]
+
+
 @pytest.mark.parametrize(
     ("age_ms", "budget_ms", "is_hung"), [(11_000, 1_000, False), (11_001, 1_000, True), (999_999, 0, False)]
 )

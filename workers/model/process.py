@@ -25,6 +25,7 @@ from barrel_inference.tiers.policy import Policy
 from barrel_inference.workers.model import options as model_options
 from barrel_inference.workers.model import residency
 from barrel_inference.workers.model.cache_client import CacheClient
+from barrel_inference.workers.model.call_age import CallAge
 from barrel_inference.workers.model.chat import ChatTemplate
 from barrel_inference.workers.model.cores import thread_share, usable_cores
 from barrel_inference.workers.model.engine import Engine
@@ -64,6 +65,7 @@ class ModelProcess:
         self.staging: Arena | None = None
         self.threads = 0
         self._adapters_lock = asyncio.Lock()
+        self._age = CallAge(time.monotonic())
         self._row_due = False
         self._row_sent_s = 0.0
         self._rate = Rate()
@@ -308,8 +310,8 @@ class ModelProcess:
         )  # fmt: skip
 
     def _call_age(self) -> tuple[int, int]:
-        began_s = self.scheduler.call_began_s
-        return (int((time.monotonic() - began_s) * 1000) if began_s else 0, self.options.context.decode_budget_ms)
+        age_s = self._age.at(time.monotonic(), self.scheduler.call_began_s)
+        return int(age_s * 1000), self.options.context.decode_budget_ms
 
     def _watch(self) -> None:
         age_ms, budget_ms = self._call_age()
