@@ -470,7 +470,6 @@ class Actor:
         """Write a crash report and exit: a bug leaves a state that nobody can vouch for."""
         text = "".join(traceback.format_exception(error))
         self.log.critical("child.crashed", error=type(error).__name__, traceback=text)
-        sys.stderr.flush()
         os._exit(EXIT_BUG)
 
 

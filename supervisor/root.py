@@ -336,7 +336,6 @@ class Supervisor:
     def _crashed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A bug here: leave at once, and the children end with us; whoever runs us starts a clean one."""
         self.log.critical("supervisor.crashed", error=context.get("message"), exc_info=context.get("exception"))
-        sys.stderr.flush()
         os._exit(EXIT_BUG)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from barrel_inference import Client, InvalidArgument, Runtime
 from barrel_inference.tiers.headroom import RESERVE_BYTES
-from tests.process.killing import POLICY, read, wait_for
+from tests.process.killing import POLICY, came_back, kill, read, wait_for
+from tests.process.tier_harness import small_file_system
 
 MIB = 1 << 20
 PROMPT = list(range(1, 61))
@@ -68,6 +69,30 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         wait_for(lambda: not [r for r in client.cache.dump() if r.status == "writing"], "all is written")
         last = client.complete(model, [1019, *PROMPT], response_tokens=4)  # what a future date keeps would push it out
         assert last.cache_hit_kind == "exact"
+
+
+# --- a full disk under everything -------------------------------------------------------------------------------------
+
+
+def test_a_state_directory_without_room(tmp_path: Path) -> None:
+    """Where not even a log line can be written, answers go on, and who dies comes back."""
+    with (
+        small_file_system(tmp_path) as small,
+        Runtime(SMALL, state_dir=small / "state") as runtime,
+        runtime.client() as client,
+    ):
+        model = stub(client, "m", bytes_per_token=4096)
+        whole = client.complete(model, PROMPT, response_tokens=4).generated
+        with contextlib.suppress(OSError), (small / "everything").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        pids = runtime.processes()
+        for number in range(30):
+            client.complete(model, [1000 + number, *PROMPT], response_tokens=4, deadline_s=30.0)
+        assert runtime.processes() == pids
+        for victim in ("router", "index", "tier:disk", f"model:{model}"):
+            came_back(runtime, victim, kill(runtime, victim))
+            assert client.complete(model, PROMPT, response_tokens=4, deadline_s=30.0).generated == whole
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
