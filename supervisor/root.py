@@ -140,7 +140,16 @@ class Supervisor:
             self._tick.cancel()
         due_s = self._tree.next_due_s()
         wait_s = _LONGEST_TURN_S if due_s is None else max(0.0, min(_LONGEST_TURN_S, due_s - time.monotonic()))
-        self._tick = self._loop.call_later(wait_s, self._do, steps.Tick())
+        self._tick = self._loop.call_later(wait_s, self._on_tick)
+
+    def _on_tick(self) -> None:
+        # Without the socket's name nobody finds us, no child can be started, and nobody else can take our place.
+        if not self._is_stopping and not (self._dir / "supervisor").exists():
+            self.log.error("runtime_dir.removed", runtime_dir=str(self._dir))
+            self._is_stopping = True
+            self._do(steps.StopAll(failure=f"the runtime directory {str(self._dir)!r} was removed"))
+        else:
+            self._do(steps.Tick())
 
     def _on_signal(self, number: int) -> None:
         # A second Ctrl-C means: do not wait for saves. Other signals may come twice from a service manager.

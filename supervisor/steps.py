@@ -44,6 +44,7 @@ class StopAll:
     """Stop everything in reverse order; `at_once` without asking."""
 
     at_once: bool = False
+    failure: str = ""  # why nobody can go on; a stop that was wished for has none
 
 
 @dataclass(frozen=True, slots=True)

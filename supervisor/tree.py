@@ -201,8 +201,8 @@ class Tree:
                 yield from self._stop(child_id, call, now_s)
             case Restart(child_id, call):
                 yield from self._restart(child_id, call, now_s)
-            case StopAll(at_once):
-                yield from self._stop_all(Finished(EXIT_OK, "stopped"))
+            case StopAll(at_once, failure):
+                yield from self._stop_all(Finished(EXIT_GAVE_UP, failure) if failure else Finished(EXIT_OK, "stopped"))
                 if at_once:
                     yield from (Kill(child.spec.id) for child in self._children.values())
             case Tick():

@@ -42,6 +42,14 @@ def short_dir() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+def test_a_removed_runtime_directory_ends_the_runtime() -> None:
+    """Nobody could find it any more, or start another: it stops by itself, and every process is gone."""
+    with Runtime(SMALL) as runtime:
+        pids = runtime.processes().values()
+        shutil.rmtree(runtime.runtime_dir)
+        assert all(is_gone(pid) for pid in pids)
+
+
 def test_private_runtime_leaves_nothing() -> None:
     """Every process of the tree runs inside the block; after it none does, and no directory of it is left."""
     with Runtime(SMALL) as runtime:
