@@ -5,7 +5,7 @@ A node holds at most `block_tokens` tokens, never crosses a multiple of `block_t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 
 def cut_points(start: int, end: int, block_tokens: int, extra: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -27,33 +27,28 @@ class Seam:
 NO_SEAM = Seam(0, 0, False)
 
 
-def find_seam(
-    stored: Sequence[int],
-    caller: Sequence[int],
-    rendered: Callable[[int], bytes],
-    *,
-    stored_limit_bytes: int | None = None,
-) -> Seam:
-    """Compare two token sequences by their rendered bytes.
-
-    Args:
-        stored_limit_bytes: no more of the stored side is known to match (a lookup's matched bytes); None = compare all.
-    """
+def find_seam(stored: Sequence[int], caller: Sequence[int], rendered: Callable[[int], bytes]) -> Seam:
+    """Compare two token sequences by their rendered bytes, no further than these are equal."""
     same = common_prefix(stored, caller)
     best = Seam(same, same, False)
-    if same == len(stored) or same == len(caller):
-        return best
     # From here the ids differ; the bytes may go on agreeing under another split.
-    stored_text = b"".join(map(rendered, stored[same:]))
-    caller_text = b"".join(map(rendered, caller[same:]))
-    common = common_prefix(stored_text, caller_text)
-    stored_ends = list(accumulate(len(rendered(token)) for token in stored[same:]))
-    caller_at = {end: count for count, end in enumerate(accumulate(len(rendered(t)) for t in caller[same:]), 1)}
-    for count in range(len(stored_ends), 0, -1):
-        end = stored_ends[count - 1]
-        if end <= common and end in caller_at:
-            return Seam(same + count, same + caller_at[end], True)
-    return best
+    stored_at = caller_at = same
+    stored_rest = caller_rest = b""  # of the last token taken, what the other side has not matched yet
+    while True:
+        if not stored_rest:
+            if stored_at == len(stored):
+                return best
+            stored_rest, stored_at = rendered(stored[stored_at]), stored_at + 1
+        if not caller_rest:
+            if caller_at == len(caller):
+                return best
+            caller_rest, caller_at = rendered(caller[caller_at]), caller_at + 1
+        size = min(len(stored_rest), len(caller_rest))
+        if stored_rest[:size] != caller_rest[:size]:
+            return best
+        stored_rest, caller_rest = stored_rest[size:], caller_rest[size:]
+        if not stored_rest and not caller_rest:
+            best = Seam(stored_at, caller_at, True)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
