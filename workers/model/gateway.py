@@ -38,6 +38,9 @@ PROGRESS_S = 0.5
 # A done event waits this long at most for the index to accept the request's saves; then `finish_key` is None.
 ACCEPT_DEADLINE_S = 2.0
 
+# The first token passes four processes on its way; the next decode call would take the cores from all of them.
+FIRST_EVENT_S = 0.001
+
 # Where the vocabulary does not tell how long its longest piece is: what is longer than n_ctx times this is refused untokenised.
 MAX_BYTES_PER_TOKEN = 512
 
@@ -340,9 +343,12 @@ class Gateway:
 
     def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
         """Stream to the caller."""
-        put = self._outbox.put_for_later if job.has_emitted else self._outbox.put
-        job.has_emitted = True
-        put(lambda: self._emit(job, pieces))
+        if job.has_emitted:
+            self._outbox.put_for_later(lambda: self._emit(job, pieces))
+        else:
+            job.has_emitted = True
+            self._outbox.put(lambda: self._emit(job, pieces))
+            time.sleep(FIRST_EVENT_S)
 
     def _emit(self, job: Job, pieces: Sequence[Piece]) -> None:
         entry = self.open.get(job.id)
