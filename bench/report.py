@@ -21,7 +21,7 @@ ROWS = (
     ("  from disk, against llama-cpp-python's disk cache", "exact 2048", "disk", "llama-cpp-python disk", 1.0, False),
     ("decode while a save is written", "decode beside", "a save", "nothing", 0.9, True),
     ("decode while another process starts", "decode beside", "a start", "nothing, again", 0.9, True),
-    ("engine pause per saved node of 256 tokens", "pause per node", "ours", "floor", 1.3, False),
+    ("pack of a saved node of 256 tokens: export and checksum", "pack of a node", "ours", "floor", 1.3, False),
     ("two chats in turns: tokens prefilled, against the unique ones", "chat prefilled", "ours", "unique", 1.05, False),
     ("  against llama-server", "chat prefilled", "ours", "llama-server", 1.0, False),
     ("herd: tokens prefilled, against llama-server", "herd prefilled", "ours", "llama-server", 0.3, False),

@@ -30,6 +30,7 @@ from barrel_inference.log_file import open_log
 from barrel_inference.protocol import (
     Beat,
     CannotStart,
+    ChangeBoot,
     ChildSpec,
     ErrorBody,
     Hello,
@@ -233,6 +234,8 @@ class Supervisor:
                 self._do(steps.Stop(child_id, call))
             case RestartChild(id=child_id):
                 self._do(steps.Restart(child_id, call))
+            case ChangeBoot(id=child_id, incarnation=incarnation, boot=boot):
+                self._do(steps.BootChanged(child_id, incarnation, boot, call))
             case Reload():
                 self._control.answer(call, self._reloaded())
             case StopTree():

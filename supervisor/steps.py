@@ -66,6 +66,16 @@ class BecameReady:
 
 
 @dataclass(frozen=True, slots=True)
+class BootChanged:
+    """The child wants its next incarnation to start with this; `call` is answered at once."""
+
+    id: str
+    incarnation: int
+    boot: dict[str, Any]
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The child says that starting it again will not help; its exit follows."""
 
@@ -99,7 +109,7 @@ class Tick:
     """Time has passed; sent when `next_due_s` says so."""
 
 
-Event = Boot | Start | Stop | Restart | StopAll | Spawned | BecameReady | Refused | Alive | Exited | Tick
+Event = Boot | Start | Stop | Restart | StopAll | Spawned | BecameReady | BootChanged | Refused | Alive | Exited | Tick
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from barrel_inference import codec
 from barrel_inference.errors import (
     AlreadyLoaded,
@@ -35,6 +37,7 @@ from barrel_inference.supervisor.steps import (
     Answer,
     BecameReady,
     Boot,
+    BootChanged,
     Command,
     Event,
     Exited,
@@ -205,6 +208,10 @@ class Tree:
                 yield from self._stop_all(Finished(EXIT_GAVE_UP, failure) if failure else Finished(EXIT_OK, "stopped"))
                 if at_once:
                     yield from (Kill(child.spec.id) for child in self._children.values())
+            case BootChanged(child_id, incarnation, boot, call):
+                if child_or_none := self._current(child_id, incarnation):
+                    child_or_none.spec = msgspec.structs.replace(child_or_none.spec, boot=boot)
+                yield from _answer([call], None)
             case Tick():
                 for child in list(self._children.values()):
                     yield from self._tick(child, now_s)

@@ -1,6 +1,8 @@
 """LoRA adapters of a model that serves: whose cells are whose, and when a change takes place."""
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,6 +81,18 @@ def test_a_replaced_file_is_another_adapter(client: Client, model: str, tmp_path
     write_adapter(path, seed=2)
     client.set_adapters(model, [(path, 1.0)])
     assert ask(client, model).cache_hit_kind == "cold"
+
+
+def test_adapters_outlive_the_process(client: Client, model: str, tiny_adapters: list[Path]) -> None:
+    """A model that died comes back with the adapters it had, and finds what was stored under them."""
+    client.set_adapters(model, [(tiny_adapters[0], 1.0)])
+    before = saved(client, ask(client, model))
+    fingerprint = client.model_info(model).fingerprint
+    os.kill(client.processes()[f"model:{model}"], signal.SIGKILL)
+    again = ask(client, model)
+    assert (again.cache_hit_kind, again.hit_source, again.generated) == ("exact", "ram", before.generated)
+    assert client.adapters(model) == [(str(tiny_adapters[0]), 1.0)]
+    assert client.model_info(model).fingerprint == fingerprint
 
 
 def test_a_change_waits_and_ends_sessions(

@@ -151,3 +151,13 @@ def test_few_buffers_are_kept() -> None:
     del views
     large = buffers.take(900)
     assert sum(len(buffer) for buffer in buffers._buffers) == len(large)
+
+
+def test_warm_buffers_are_there_before_the_first_read() -> None:
+    """Warming fills the room with buffers of the size that is read; reading takes one of them, and makes none."""
+    buffers = WarmBuffers(keep_bytes=10_000)
+    buffers.warm(3_000)
+    assert [len(buffer) for buffer in buffers._buffers] == [3_000] * 3
+    held = [buffers.take(2_900) for _ in range(3)]
+    assert [len(buffer) for buffer in buffers._buffers] == [3_000] * 3
+    assert len({id(view.obj) for view in held}) == 3

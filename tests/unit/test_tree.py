@@ -15,6 +15,7 @@ from barrel_inference.supervisor.steps import (
     Answer,
     BecameReady,
     Boot,
+    BootChanged,
     Command,
     Event,
     Exited,
@@ -104,6 +105,21 @@ def test_boot_starts_all_at_once_and_reports_ready_once() -> None:
     bench.dies("a")
     bench.wait(1)
     assert of(AllReady, bench.ready("a")) == []
+
+
+def test_changed_boot_is_the_next_incarnations() -> None:
+    """What a child wants its successor to start with, that starts with; a dead incarnation has no say."""
+    bench = Bench(model())
+    bench.ready("model:m")
+    first = bench.incarnations["model:m"]
+    assert of(Answer, bench.do(BootChanged("model:m", first, {"adapters": [1]}, call=7))) == [Answer(7, None)]
+    bench.dies("model:m")
+    spawned = of(Spawn, bench.wait(2))
+    assert [spawn.spec.boot for spawn in spawned] == [{"adapters": [1]}]
+    bench.do(BootChanged("model:m", first, {}, call=8))
+    bench.ready("model:m")
+    bench.dies("model:m")
+    assert [spawn.spec.boot for spawn in of(Spawn, bench.wait(20))] == [{"adapters": [1]}]
 
 
 def test_up_goes_both_ways() -> None:

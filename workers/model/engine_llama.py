@@ -13,7 +13,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as L
 import numpy as np
 
-from barrel_inference.errors import BadModel, ContextOverflow, InvalidArgument, NotSupported
+from barrel_inference.errors import BadModel, BarrelError, ContextOverflow, InvalidArgument, NotSupported
 from barrel_inference.protocol import Sampling
 from barrel_inference.workers.model import fingerprint, llama_load, residency
 from barrel_inference.workers.model.engine import EngineInfo, Logits, NoCells, Row, StepFailed, StepInterrupted
@@ -187,17 +187,24 @@ class LlamaEngine:
         """
         if self.info.vocab_only:
             raise _vocab_only()
-        wanted = sorted((self._loaded_adapter(path), scale) for path, scale in adapters if scale)
+        try:
+            wanted = sorted((self._loaded_adapter(path), scale) for path, scale in adapters if scale)
+        except BarrelError:
+            self._free_unused_adapters()
+            raise
         self._in_use = wanted
         for context in filter(None, (self._context, self._embedder and self._embedder[0])):
             self._apply_adapters(context)
-        used = {digest for digest, _ in wanted}
-        for digest in [digest for digest in self._adapters if digest not in used]:
-            L.llama_adapter_lora_free(self._adapters.pop(digest))
+        self._free_unused_adapters()
         if not wanted:
             return self.info.fingerprint
         parts = b"".join(digest + np.float32(scale).tobytes() for digest, scale in wanted)
         return hashlib.sha256(self.info.fingerprint + parts).digest()
+
+    def _free_unused_adapters(self) -> None:
+        used = {digest for digest, _ in self._in_use}
+        for digest in [digest for digest in self._adapters if digest not in used]:
+            L.llama_adapter_lora_free(self._adapters.pop(digest))
 
     def _loaded_adapter(self, path: str) -> bytes:
         """The SHA-256 of an adapter's file, which is loaded then."""
@@ -210,9 +217,10 @@ class LlamaEngine:
             adapter = L.llama_adapter_lora_init(self._model, os.fsencode(path))
             if not adapter:
                 raise BadModel(f"adapter {path!r} cannot be loaded: {self._log.reason()}")
-            self._adapters[digest] = adapter
             if L.llama_adapter_get_alora_n_invocation_tokens(adapter):
+                L.llama_adapter_lora_free(adapter)
                 raise NotSupported(f"adapter {path!r} is an activated LoRA, which applies to a part of a text only")
+            self._adapters[digest] = adapter
         return digest
 
     def _apply_adapters(self, context: object) -> None:

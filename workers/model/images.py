@@ -35,6 +35,14 @@ class WarmBuffers:
         self._lock = threading.Lock()
         self._buffers: list[bytearray] = []
 
+    def warm(self, size_bytes: int) -> None:
+        """Keep as many buffers of that size as there is room for, touched, so that the first reads find them."""
+        while sum(len(buffer) for buffer in self._buffers) + size_bytes <= self._keep_bytes:
+            buffer = bytearray(b"\1") * size_bytes  # of zeros it would be made of pages that do not exist yet
+            with self._lock:
+                self._buffers.append(buffer)
+            del buffer
+
     def take(self, size_bytes: int) -> memoryview:
         """A view of that many bytes; let go of it, and of all slices of it, to give it back."""
         with self._lock:
@@ -73,6 +81,10 @@ class ImageReader:
             OSError: nothing is there, or it cannot be read (`ArenaGone` is one).
         """
         return self._open_slab(location, key) if not location.name else self._open_file(location, key, root)
+
+    def warm(self, image_bytes: int) -> None:
+        """Make room for files of that size before the first one is read. Blocks."""
+        self._buffers.warm(image_bytes)
 
     def mapping(self, location: Location) -> Mapping:
         """The arena a location lies in; blocks on its first use.

@@ -105,6 +105,8 @@ class ModelProcess:
         )  # fmt: skip
         self.cache.fingerprint = fingerprint
         self.gateway.engine, self.gateway.scheduler, self.gateway.cache = self.engine, self.scheduler, self.cache
+        if self.options.tier is not protocol.Tier.RAM:
+            self.cache.warm_up()
         self._register()
         self.loaded_unix_s = time.time()
         self.threads = info.n_threads
@@ -258,11 +260,20 @@ class ModelProcess:
             if isinstance(result, bytes):
                 self.cache.fingerprint = result
                 self.adapters = tuple((path, scale) for path, scale in message.adapters)
+                await self._keep_adapters()
             self.scheduler.post(self.scheduler.resume)
         if isinstance(result, BarrelError):
             raise result
         request.cast(self._row())  # by the way of the answer: who has that finds the row up to date
         return protocol.AdapterList(adapters=list(self.adapters))
+
+    async def _keep_adapters(self) -> None:
+        """If this process dies, its successor starts with the adapters in use."""
+        boot = self.actor.boot.boot
+        boot["options"] = {**boot["options"], "adapters": list(self.adapters)}
+        await self.actor.supervisor.call(
+            protocol.ChangeBoot(id=self.actor.id, incarnation=self.actor.incarnation, boot=boot), protocol.Ok
+        )
 
     async def _release_idle(self, _message: protocol.ReleaseIdle, _request: Request) -> protocol.Evicted:
         freed: int = await self._on_engine(self.scheduler.release_idle)
