@@ -58,7 +58,8 @@ class Floor:
             L.llama_memory_seq_rm(self.memory, seq, -1, -1)
 
     def prefill(self, tokens: list[int], seq: int = 0) -> float:
-        """Seconds from nothing to the first token."""
+        """Seconds from an emptied context to the first token."""
+        self.clear()
         began_s = time.perf_counter()
         last = len(tokens) - 1
         for start in range(0, last, N_BATCH):
