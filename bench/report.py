@@ -28,11 +28,13 @@ ROWS = (
     ("herd: time, against llama-server", "herd time", "ours", "llama-server", 1.0, False),
     ("prompts that hit nothing, cache on against saves off", "miss 512", "cache on", "saves off", 1.01, False),
     ("two models decoding, against one alone", "two models", "both together", "one alone", 0.8, True),
+    ("decode with metrics scraped every 2 s, against without", "metrics", "on", "off", 0.99, True),
     ("control call, against a bare ZeroMQ echo", "control call", "ours", "bare echo", 3.0, False),
 )
 # (row, scenario, who, limit)
 LIMITS = (
     ("start of the tree without models", "tree start", "ours", 1500.0),
+    ("load, more than a bare script that loads", "load", "more than a bare script", 500.0),
     ("helper: killed to ready", "helper restart", "ours", 500.0),
     ("router, 64 streams at 100 tokens/s", "64 streams", "router", 50.0),
 )

@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 
 SCENARIOS = (
     "first_tokens", "own_caches", "restart", "decode", "saving", "pause", "herd", "chat", "misses", "two_models",
-    "control", "many_streams",
+    "loading", "metrics", "control", "many_streams",
 )  # fmt: skip
 
 

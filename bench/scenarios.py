@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +131,7 @@ class Bench:
         server = self.server(parallel=4)
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "herd", n_seq_max=4)
-            for turn in range(2 if self.quick else 4):
+            for turn in range(1 if self.quick else 4):
                 head = prompt(1024, seed=500 + turn)
                 prompts = [[*head, *prompt(32, seed=600 + turn * 10 + n)] for n in range(4)]
                 before = client.counters()["tokens_prefilled"]
@@ -153,7 +155,7 @@ class Bench:
         with Runtime() as runtime, runtime.client() as client:
             on = ours.load(client, "on")
             off = ours.load(client, "off", min_tokens=float("inf"))
-            for number in range(6 if self.quick else 25):
+            for number in range(4 if self.quick else 25):
                 tokens = prompt(512, seed=2000 + number)
                 for model in (on, off) if number % 2 else (off, on):
                     seconds, _ = ours.first_token(client, model, tokens)
@@ -188,7 +190,7 @@ class Bench:
         """Decode speed while a long prompt's save is written to disk, and while another process starts."""
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "saving", tier="disk", n_seq_max=2)
-            for turn in range(3 if self.quick else 7):
+            for turn in range(2 if self.quick else 7):
                 self.note("decode beside", "nothing", ours.decode_rate(client, model, 1, 96), "tokens/s")
                 client.prefill_only(model, prompt(2048, seed=3000 + turn))  # its save is written from now on
                 self.note("decode beside", "a save", ours.decode_rate(client, model, 1, 96), "tokens/s")
@@ -204,7 +206,7 @@ class Bench:
         floor = Floor(self.model_path)
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "pause")
-            for turn in range(3 if self.quick else 7):
+            for turn in range(1 if self.quick else 7):
                 tokens = prompt(2048, seed=4000 + turn)
                 floor.prefill(tokens)
                 began_s = time.perf_counter()
@@ -251,8 +253,36 @@ class Bench:
         """The caches that llama-cpp-python ships, in process, on the same prompt: first token after another prompt."""
         tokens = prompt(2048, seed=2048)
         for who, cache in own_caches.both():
-            for seconds in own_caches.warm(self.model_path, tokens, ours.VISITOR, cache, 3 if self.quick else 7):
+            for seconds in own_caches.warm(self.model_path, tokens, ours.VISITOR, cache, 2 if self.quick else 7):
                 self.note("exact 2048", who, seconds * 1e3)
+
+    def loading(self) -> None:
+        """What a load takes more than a bare script that loads the model and makes the context."""
+        with Runtime() as runtime, runtime.client() as client:
+            for turn in range(3 if self.quick else 7):
+                began_s = time.perf_counter()
+                subprocess.run([sys.executable, "-c", _BARE_LOAD, self.model_path], check=True)
+                bare_s = time.perf_counter() - began_s
+                began_s = time.perf_counter()
+                model = ours.load(client, f"load{turn}")
+                self.note("load", "more than a bare script", (time.perf_counter() - began_s - bare_s) * 1e3)
+                client.unload(model)
+
+    def metrics(self) -> None:
+        """Decode speed with metrics scraped every 2 s, against a runtime without."""
+        folder = Path(tempfile.mkdtemp(prefix="bench-"))
+        on = {"metrics": {"listen": f"unix:{folder}/metrics"}}
+        with Runtime() as quiet, Runtime(on) as told, quiet.client() as a, told.client() as b:
+            models = {"off": (a, ours.load(a, "off")), "on": (b, ours.load(b, "on"))}
+            stop = threading.Event()
+            scraper = threading.Thread(target=_scrape, args=(folder / "metrics", stop))
+            scraper.start()
+            for _ in range(5 if self.quick else 15):
+                for who, (client, model) in models.items():
+                    self.note("metrics", who, ours.decode_rate(client, model, 1, 200), "tokens/s")
+            stop.set()
+            scraper.join()
+        shutil.rmtree(folder)
 
     def many_streams(self) -> None:
         """64 streams of the stub at 100 tokens/s each: what the router takes of a core, and whether all arrives."""
@@ -301,6 +331,25 @@ def _server_rate(server: peer.Server, streams: int, tokens: int) -> float:
 
     with ThreadPoolExecutor(streams) as pool:
         return rate_together(list(pool.map(run, range(streams))))
+
+
+_BARE_LOAD = """
+import sys
+import llama_cpp.llama_cpp as L
+model = L.llama_model_load_from_file(sys.argv[1].encode(), L.llama_model_default_params())
+params = L.llama_context_default_params()
+params.n_ctx, params.n_batch, params.n_ubatch = 8192, 512, 512
+L.llama_init_from_model(model, params)
+"""
+
+
+def _scrape(path: Path, stop: threading.Event) -> None:
+    while not stop.wait(2.0):
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(str(path))
+            link.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            while link.recv(65536):
+                pass
 
 
 _ECHO = """

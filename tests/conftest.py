@@ -1,6 +1,7 @@
 """Fixtures that several kinds of test share."""
 
 import os
+import signal
 
 from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
 
@@ -17,6 +18,11 @@ import pytest
 from barrel_inference.errors import BadModel
 from barrel_inference.workers.model.model_path import resolve
 from tests.model.tiny_gguf import KINDS, write_adapter, write_model
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in the background with SIGINT ignored, and so would every program be that is interrupted here."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
