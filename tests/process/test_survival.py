@@ -67,7 +67,7 @@ def tiny(client: Client, path: Path, **context: Any) -> str:
 
 def disturbed(client: Client, model: str, disturb: Callable[[], object], *, after: int = 5, **options: Any) -> Seen:
     """What the reader of a stream sees that is disturbed; the same request undisturbed has to look the same."""
-    options = {"response_tokens": TOKENS} | options
+    options = {"response_tokens": TOKENS, "event_interval_ms": 0} | options
     prompt = options.pop("prompt", PROMPT)
     with client.stream(model, prompt, **options) as stream:
         seen = read(stream, disturb, after=after)
