@@ -176,6 +176,23 @@ def test_real_models(runtime: Runtime, client: Client, tiny_models: Mapping[str,
     client.unload(model)
 
 
+def test_stored_logits_across_a_death(runtime: Runtime, client: Client, tiny_models: Mapping[str, Path]) -> None:
+    """A reply that began with stored logits goes on after a death as it would have, drawn or greedy."""
+    model = client.load_model(
+        tiny_models["dense"], policy=POLICY | {"store_logits": True}, context_opts={"n_ctx": 1024, "n_threads": 1}
+    )
+    prompt = "the cat sat on the mat and a third thing sat there too. " * 3
+    assert client.prefill_only(model, prompt).finish_key
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+    for options in ({}, drawn):
+        seen = disturbed(
+            client, model, lambda: kill(runtime, f"model:{model}"), prompt=prompt, response_tokens=400, **options
+        )
+        assert seen.end.resubmitted == 1
+    assert client.complete(model, prompt, response_tokens=1).cache_hit_kind == "exact"
+    client.unload(model)
+
+
 def test_grammar_across_a_death(runtime: Runtime, client: Client, tiny_models: Mapping[str, Path]) -> None:
     """A grammar goes on from where the delivered tokens left it."""
     model = tiny(client, tiny_models["dense"])
