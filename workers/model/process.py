@@ -260,8 +260,9 @@ class ModelProcess:
             if isinstance(result, bytes):
                 self.cache.fingerprint = result
                 self.adapters = tuple((path, scale) for path, scale in message.adapters)
-                await self._keep_adapters()
             self.scheduler.post(self.scheduler.resume)
+            if isinstance(result, bytes):
+                await self._keep_adapters()
         if isinstance(result, BarrelError):
             raise result
         request.cast(self._row())  # by the way of the answer: who has that finds the row up to date
