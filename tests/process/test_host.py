@@ -1,6 +1,8 @@
 """What a host does to a runtime: a clock that jumps, limits of memory, of locked memory and of descriptors."""
 
 import contextlib
+import resource
+import socket
 import subprocess
 import sys
 import uuid
@@ -205,3 +207,35 @@ def test_a_memory_limit_that_the_ram_tier_would_break(memory_group: Path) -> Non
         assert client.complete(model, PROMPT, response_tokens=4).generated == whole
         assert client.counters()["bytes_ram"] > 0
         assert client.processes() == pids
+
+
+def test_few_descriptors() -> None:
+    """With a low limit of descriptors, more clients than it allows do no harm to those that are connected."""
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with elsewhere("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))", SMALL) as client:
+        model = client.load_model("none", backend="stub", context_opts={"n_ctx": 4096})
+        pids = client.processes()
+        whole = client.complete(model, PROMPT, response_tokens=4).generated
+        crowd = flood_with_connections(client.endpoint.removeprefix("ipc://"), 400)
+        assert client.complete(model, PROMPT, response_tokens=4).generated == whole
+        assert client.processes() == pids
+        for one in crowd:
+            one.close()
+        with Client(client.endpoint) as late:
+            assert late.complete(model, PROMPT, response_tokens=4).generated == whole
+    assert own == resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def flood_with_connections(path: str, count: int) -> list[Any]:
+    """That many connections to a socket, as far as its process takes them."""
+    made = []
+    for _ in range(count):
+        one = socket.socket(socket.AF_UNIX)
+        one.setblocking(False)
+        try:
+            one.connect(path)
+        except BlockingIOError:
+            one.close()
+            break
+        made.append(one)
+    return made

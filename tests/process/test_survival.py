@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -501,54 +499,3 @@ def test_a_read_only_root(tmp_path: Path) -> None:
             again = client.complete(model, PROMPT, response_tokens=4)
             assert (again.generated, again.hit_source) == (whole, "disk")
             assert runtime.processes() == pids
-
-
-def test_few_descriptors() -> None:
-    """With a low limit of descriptors, more clients than it allows do no harm to those that are connected."""
-    code = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
-        "from barrel_inference import Runtime\n"
-        "with Runtime({'tiers': {'ram_file': {'enabled': False}}}) as runtime:\n"
-        "    print(runtime.endpoint, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    script = subprocess.Popen(
-        [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True,
-    )  # fmt: skip
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with script:
-        assert script.stdout is not None
-        endpoint = script.stdout.readline().strip()
-        with Client(endpoint) as client:
-            model = client.load_model("none", backend="stub", context_opts={"n_ctx": 4096})
-            pids = client.processes()
-            whole = client.complete(model, PROMPT, response_tokens=4).generated
-            crowd = flood_with_connections(endpoint.removeprefix("ipc://"), 400)
-            assert client.complete(model, PROMPT, response_tokens=4).generated == whole
-            assert client.processes() == pids
-            for one in crowd:
-                one.close()
-            with Client(endpoint) as late:
-                assert late.complete(model, PROMPT, response_tokens=4).generated == whole
-        assert script.stdin is not None
-        script.stdin.close()
-    assert (soft, hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def flood_with_connections(path: str, count: int) -> list[Any]:
-    """That many connections to a socket, as far as its process takes them."""
-    import socket
-
-    made = []
-    for _ in range(count):
-        one = socket.socket(socket.AF_UNIX)
-        one.setblocking(False)
-        try:
-            one.connect(path)
-        except BlockingIOError:
-            one.close()
-            break
-        made.append(one)
-    return made
