@@ -24,7 +24,7 @@ def _quiet(_level: int, _text: bytes, _data: object) -> None:
 class Floor:
     """One context with the options of our own."""
 
-    def __init__(self, model_path: str, n_seq_max: int = 1) -> None:
+    def __init__(self, model_path: str) -> None:
         L.llama_log_set(_quiet, ctypes.c_void_p(0))
         L.llama_backend_init()
         self.model = L.llama_model_load_from_file(model_path.encode(), L.llama_model_default_params())

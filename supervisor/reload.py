@@ -10,8 +10,8 @@ import msgspec
 from barrel_inference import config
 from barrel_inference.config import Settings
 
-# Keys, or tables of them, that processes take up while they run; `*` is any name. The rest fixes what processes have agreed on (block size, salts,
-# directories): two of them with different values would be worse than the old value everywhere.
+# Keys, or tables of them, that processes take up while they run; `*` is any name. The rest fixes what processes have agreed
+# on (block size, salts, directories): two of them with different values would be worse than the old value everywhere.
 LIVE = ("log.level", "pressure", "limits", "models", "tiers.*.quota_bytes")
 
 
