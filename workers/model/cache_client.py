@@ -354,7 +354,7 @@ class CacheClient:
     async def _write(self, part: _Part) -> None:
         """Hand an image to a writer; if that one dies, to another."""
         assert part.location is not None
-        peer = self.actor.peers[part.location.server]
+        peer = self.actor.peer(part.location.server)  # or the error that it is down
         for attempt in range(2):
             writers = sorted(peer_id for peer_id in self.actor.peers if peer_id.startswith("writer:"))
             if not writers:
