@@ -3,6 +3,7 @@
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def test_no_piece_is_longer_than_said(make: Make) -> None:
     """`longest_piece_bytes` bounds what a number of tokens can hold."""
     engine = make()
     longest = max(len(engine.special_piece(token)) for token in range(engine.info.n_vocab))
-    assert longest <= engine.info.longest_piece_bytes < 100
+    assert longest <= engine.longest_piece_bytes() < 100
 
 
 # --- namespaces
@@ -575,6 +576,25 @@ def test_threads_follow_unless_the_context_is_deterministic(make: Make) -> None:
         engine = make(**context)
         engine.set_threads(2)
         feed(engine, 0, prompt_of(1, 30))
+
+
+def test_threads_that_need_all_cores_have_one_each(make: Make) -> None:
+    """The thread that computes and its helpers; with fewer threads they are the kernel's to place again."""
+    everywhere = os.sched_getaffinity(0)
+    engine = make(n_threads=max(2, len(everywhere)))
+    found: list[list[set[int]]] = []
+
+    def compute() -> None:
+        for count in (len(everywhere), 1):
+            engine.set_threads(count)
+            found.append([os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")])
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found[1] == [everywhere] * len(found[1])
+    bound = sorted(tuple(cores) for cores in found[0] if cores != everywhere)
+    assert bound == [(core,) for core in sorted(everywhere)] or len(everywhere) == 1
 
 
 # --- the real model

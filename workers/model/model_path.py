@@ -1,7 +1,6 @@
 """From what a caller names to the files of a model: a path, the parts of a split model, or `pkg:DISTRIBUTION`."""
 
 import re
-from importlib import metadata
 from pathlib import Path
 
 from barrel_inference.errors import BadModel
@@ -27,6 +26,8 @@ def resolve(model_path: str) -> Path:
     """
     if not model_path.startswith("pkg:"):
         return Path(model_path)
+    from importlib import metadata  # here: a tenth of a process's start, and few models are named so
+
     name = model_path.removeprefix("pkg:")
     try:
         files = metadata.distribution(name).files or []
