@@ -43,7 +43,7 @@ class ContinueOptions(SamplingOptions, total=False):
     thinking_budget_tokens: int | None
     deadline_s: float | None
     parse_special: bool
-    event_interval_ms: int  # of a stream: events come at least that far apart; 0: one for each token
+    event_interval_ms: int  # of a stream: one event in each interval of that length; 0: one for each token
 
 
 class CompleteOptions(ContinueOptions, total=False):

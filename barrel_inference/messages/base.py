@@ -17,8 +17,8 @@ MAX_LOGPROBS = 100
 # Events a client is ready to take; it renews when half is used. Numbers: docs/explanation/messages.md
 CREDIT_EVENTS = 32
 
-# A reader sees 40 events per second as a steady flow; each one more would cost the model's cores wake-ups.
-EVENT_INTERVAL_MS = 25
+# A reader sees 20 events per second as a steady flow; each one more would cost the model's cores wake-ups.
+EVENT_INTERVAL_MS = 50
 MAX_EVENT_INTERVAL_MS = 10_000
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

@@ -37,12 +37,31 @@ def test_first_token_goes_at_once_and_the_next_ones_share_an_event() -> None:
     """What is generated within the interval comes in one event when that is over."""
     reader = Reader()
     stream = Stream(reader.take, credit=9, seed=1, interval_s=0.02)
-    stream.push([token(1)], now_s=10.0)
+    stream.push([token(1)], now_s=10.001)
     stream.push([token(2)], now_s=10.008)
     stream.push([token(3)], now_s=10.016)
     assert reader.events == [("token", b"1 ", [1])]
     stream.pump(now_s=stream.next_s)
     assert reader.events[1:] == [("token", b"2 3 ", [2, 3])]
+
+
+def test_streams_send_at_the_same_instants() -> None:
+    """Whenever two streams began, their next events are due together: one wake-up serves both."""
+    streams = [Stream(Reader().take, credit=9, seed=1, interval_s=0.02) for _ in range(2)]
+    for stream, now_s in zip(streams, (10.001, 10.013), strict=True):
+        stream.push([token(1)], now_s)
+    assert streams[0].next_s == streams[1].next_s
+
+
+def test_last_tokens_go_at_once() -> None:
+    """What ends a reply is not held back, though its request ends a decode call later."""
+    reader = Reader()
+    stream = Stream(reader.take, credit=9, seed=1, interval_s=10.0)
+    stream.push([token(1)], now_s=1.0)
+    stream.push([token(2)], now_s=1.1)
+    stream.hurry()
+    stream.push([token(3)], now_s=1.2)
+    assert [ids for _, _, ids in reader.events] == [[1], [2, 3]]
 
 
 def test_end_does_not_wait_for_the_interval() -> None:

@@ -345,18 +345,23 @@ class Gateway:
         task.add_done_callback(tasks.discard)
 
     def emit(self, job: Job, pieces: Sequence[Piece]) -> None:
-        """Stream to the caller."""
-        if job.has_emitted:
-            self._outbox.put_for_later(lambda: self._emit(job, pieces))
-        else:
-            job.has_emitted = True
-            self._outbox.put(lambda: self._emit(job, pieces))
-            time.sleep(FIRST_EVENT_S)
+        """Stream to the caller; the first pieces and the last ones at once."""
+        is_last = job.finish_reason is not None
 
-    def _emit(self, job: Job, pieces: Sequence[Piece]) -> None:
-        entry = self.open.get(job.id)
-        if entry is not None and entry.job is job:
-            entry.stream.push(pieces, time.monotonic())
+        def push() -> None:
+            entry = self.open.get(job.id)
+            if entry is not None and entry.job is job:
+                if is_last:
+                    entry.stream.hurry()
+                entry.stream.push(pieces, time.monotonic())
+
+        if job.has_emitted and not is_last:
+            self._outbox.put_for_later(push)
+            return
+        self._outbox.put(push)
+        if not job.has_emitted:
+            job.has_emitted = True
+            time.sleep(FIRST_EVENT_S)
 
     def ended(self, job: Job, context: tuple[int, ...]) -> None:
         """The request is over."""

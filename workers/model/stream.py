@@ -1,8 +1,9 @@
 """One caller's stream: events while there is credit and it is time for one, one growing event while not. Pure but for the send.
 
 The caller grants credit in events. Without credit, text is appended to the event that waits, so a slow reader costs at most
-one context's text, and loses nothing. The same holds back what comes sooner after the last event than the caller asked for:
-an event costs four processes a wake-up, on cores that compute the next token.
+one context's text, and loses nothing. The same holds back all but one event in each interval that the caller asked for: an
+event costs four processes a wake-up, on cores that compute the next token. Intervals begin at the same instants for every
+stream, so that those of many streams share a wake-up.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ class Stream:
     """Feed it pieces, credit and the time; it calls `send(kind, body)` in order, and `finish` once everything before it is out.
 
     Args:
-        interval_s: events come at least that far apart, the last ones excepted.
+        interval_s: in each interval of that length comes one event, the last ones excepted; 0 = as many as there are.
     """
 
     def __init__(self, send: Callable[[str, Message], None], credit: int, seed: int, interval_s: float = 0.0) -> None:
@@ -46,6 +47,10 @@ class Stream:
                 self._waiting.append(piece)
         self.pump(now_s)
 
+    def hurry(self) -> None:
+        """What comes next is not worth waiting for more: it may be sent at once."""
+        self.next_s = 0.0
+
     def end(self, finish: Callable[[], None], now_s: float) -> None:
         """Call `finish` when every piece has been sent."""
         self._finish = finish
@@ -62,9 +67,13 @@ class Stream:
         while is_due and self._waiting and (self._credit > 0 or self._is_last_call):
             piece = self._waiting.pop(0)
             self._credit -= 1
-            self.next_s = now_s + self._interval_s
+            self.next_s = self._next(now_s)
             self._send(piece.kind, TokenEvent(data=piece.data, token_ids=list(piece.token_ids), seed=self._seed))
             self._seed = None
         if not self._waiting and self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+    def _next(self, now_s: float) -> float:
+        """When the interval after this one begins."""
+        return (now_s // self._interval_s + 1) * self._interval_s if self._interval_s else now_s
