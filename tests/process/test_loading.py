@@ -358,6 +358,14 @@ def test_any_path(client: Client, dense: Path, name: str) -> None:
     assert client.estimate(path)["weights"] > 0
 
 
+def test_a_path_from_where_one_stands(client: Client, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path is from the caller's directory, not the runtime's; a link is what it leads to."""
+    monkeypatch.chdir(dense.parent)
+    Path("link.gguf").symlink_to(dense.name)
+    found = [once(client, Path(name), client.model_info) for name in ("dense.gguf", "./link.gguf")]
+    assert {info.fingerprint for info in found} == {hashlib.sha256(dense.read_bytes()).digest()}
+
+
 def test_a_path_as_a_uri(client: Client, dense: Path) -> None:
     """A file URI is a path too, one that can be written into a configuration whatever its bytes are."""
     uri = dense.as_uri().replace("dense", "%64ense")
@@ -411,6 +419,19 @@ def test_a_policy_of_its_own(client: Client, dense: Path) -> None:
 
 
 # --- the rest
+
+
+def test_markers_of_ones_own(client: Client, dense: Path) -> None:
+    """What stands between the markers of a model's options is told apart, wherever its tokens end."""
+    model = tiny(client, dense, thinking_markers=["<why>", "</why>"], tool_call_markers={"start": "[[", "end": "]]"})
+    grammar = 'root ::= "<why>so</why>yes[[{}]]no"'
+    with client.stream(model, "x", grammar=grammar, thinking=True) as stream:
+        events = list(stream)
+    seen = [(event.kind, event.text) for event in events if event.kind != "done"]
+    texts = {kind: "".join(text for its, text in seen if its == kind) for kind, _ in seen}
+    assert list(texts) == ["thinking", "thinking_end", "token", "tool_call", "tool_call_end"]
+    assert (texts["thinking"], texts["token"], texts["tool_call"]) == ("so", "yesno", "{}")
+    client.unload(model)
 
 
 def test_grammars_are_bounded_by_the_configuration(client: Client, dense: Path) -> None:

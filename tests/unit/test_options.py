@@ -38,6 +38,13 @@ def test_defaults_follow_other_options(packaged_settings: dict[str, Any]) -> Non
     assert (got.context.n_ctx, got.context.cells, got.context.warm, got.context.ubatch) == (4096, 10_000, 5_000, 64)
 
 
+def test_the_configured_fingerprint_mode_is_the_default(packaged_settings: dict[str, Any]) -> None:
+    """`cache.fingerprint_mode` counts where a load says nothing."""
+    settings = {**packaged_settings, "cache": {**packaged_settings["cache"], "fingerprint_mode": "gguf_chunked"}}
+    assert parsed(settings).fingerprint_mode == "gguf_chunked"
+    assert parsed(settings, fingerprint_mode="fast_unsafe").fingerprint_mode == "fast_unsafe"
+
+
 def test_given_gates_lie_over_the_configured_ones(packaged_settings: dict[str, Any]) -> None:
     """A policy changes the gates that it names and keeps the others."""
     got = parsed(packaged_settings, policy={"min_tokens": 4, "session_resume_wait_ms": 50})
