@@ -5,6 +5,7 @@ with it the request in the runtime.
 """
 
 import contextlib
+import functools
 import os
 import weakref
 from collections import deque
@@ -31,6 +32,9 @@ class Stream(Iterator[StreamEvent]):
         self._thread = thread
         self._stream = stream
         self._ready: deque[StreamEvent] = deque()
+        # Not a coroutine for each event: that wakes two threads where this wakes one.
+        self._arrivals: SimpleQueue[None] = SimpleQueue()
+        stream.on_arrival = functools.partial(self._arrivals.put, None)
         # A stream that is dropped half-read must not hold its sequence in the model for ever.
         self._finalizer = weakref.finalize(self, thread.call, stream.abandon)
         self._finalizer.atexit = False
@@ -60,17 +64,22 @@ class Stream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._ready:
-            try:
-                events, progress = self._thread.run(self._stream.batch())
-            except KeyboardInterrupt:
-                self.close()
-                raise
+            events, progress, is_last = self._stream.take()
             if progress is not None and self._stream.on_progress is not None:
                 self._stream.on_progress(progress)
-            if not events and progress is None:
-                raise StopIteration
             self._ready.extend(events)
+            if not events:
+                if is_last:
+                    raise StopIteration
+                self._wait()
         return self._ready.popleft()
+
+    def _wait(self) -> None:
+        try:
+            self._arrivals.get()
+        except KeyboardInterrupt:
+            self.close()
+            raise
 
     def result(self) -> Completion:
         """Read on to the end."""

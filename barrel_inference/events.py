@@ -9,9 +9,14 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal
 
-import structlog
-
 from barrel_inference.log_file import Lines
+
+# structlog takes rich along if it is there, for tracebacks in colour, which nothing here prints: a third of a child's start.
+_rich = sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # None: an import of it fails
+import structlog  # noqa: E402
+
+if _rich is None:
+    del sys.modules["rich"]
 
 _least = logging.INFO
 

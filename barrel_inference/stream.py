@@ -1,6 +1,7 @@
 """One request's stream on the client's side: sends it, survives deaths, hands events to its reader."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
@@ -26,6 +27,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
     def __init__(self, link: Link, model_id: str, request: Complete, deadline_s: float | None) -> None:
         self.request_id = new_id()
         self.on_progress: Callable[[Progress], None] | None = None
+        self.on_arrival: Callable[[], object] = lambda: None  # called on the loop: something has arrived, or it is over
         self._link = link
         self._target = f"model:{model_id}"
         self._request = request
@@ -39,10 +41,12 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         self._unread: deque[StreamEvent] = deque()
         self._progress: Progress | None = None
         self._error: BaseException | None = None
+        self._lock = threading.Lock()  # around `_unread` and `_credit`, which change together
         self._arrived = asyncio.Event()
         self._is_cancelled = False
         self._is_over = False  # nothing more will arrive
-        self._driver = asyncio.get_running_loop().create_task(self._drive())
+        self._loop = asyncio.get_running_loop()
+        self._driver = self._loop.create_task(self._drive())
 
     # --- reading
 
@@ -72,22 +76,29 @@ class AsyncStream(AsyncIterator[StreamEvent]):
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
-        self._took(1)
-        return self._unread.popleft()
+        with self._lock:
+            event = self._unread.popleft()
+            granted = self._credit.took(1)
+        if granted:
+            self._grant(granted)
+        return event
 
-    async def batch(self) -> tuple[list[StreamEvent], Progress | None]:
-        """Wait, then take everything that has arrived; nothing at all at the end. For readers on another thread."""
-        while not self._unread and not self._is_over and not (self._progress and self.on_progress):
-            self._arrived.clear()
-            await self._arrived.wait()
-        events = list(self._unread)
-        self._unread.clear()
+    def take(self) -> tuple[list[StreamEvent], Progress | None, bool]:
+        """Everything that has arrived, and whether it was the last; raises what ended the stream after that.
+
+        For a reader on another thread, which `on_arrival` tells when to look again.
+        """
+        is_last = self._is_over  # asked first: what came before the end is found below
+        with self._lock:
+            events = [self._unread.popleft() for _ in range(len(self._unread))]
+            granted = self._credit.took(len(events))
         progress, self._progress = self._progress, None
-        if not events and progress is None and self._error is not None:
+        if granted and not is_last:
+            self._loop.call_soon_threadsafe(self._grant, granted)
+        if is_last and not events and self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._took(len(events))
-        return events, progress
+        return events, progress, is_last
 
     async def result(self) -> Completion:
         """Read on to the end."""
@@ -112,9 +123,9 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         self._is_over = True
         self._driver.cancel()
 
-    def _took(self, events: int) -> None:
-        if (granted := self._credit.took(events)) and not self._is_over:
-            self._link.cast_now(self._target, protocol.Credit(request_id=self.request_id, events=granted))
+    def _grant(self, events: int) -> None:
+        if not self._is_over:
+            self._link.cast_now(self._target, protocol.Credit(request_id=self.request_id, events=events))
 
     # --- driving
 
@@ -129,7 +140,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             self._error = error
         finally:
             self._is_over = True
-            self._arrived.set()
+            self._tell()
 
     async def _until_completed(self) -> Completed:
         request = self._request
@@ -148,9 +159,11 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         connection = await within(self._link.connection(), self._deadline, f"connecting to {self._link.endpoint}")
         deadline_ms = self._deadline.left_ms
         grace = Deadline(None if not deadline_ms else deadline_ms / 1000 + DEADLINE_GRACE_S)
+        with self._lock:
+            credit = self._credit.first_grant(len(self._unread))
         call = connection.start(
-            self._target, request, request_id=self.request_id, deadline_ms=deadline_ms,
-            credit=self._credit.first_grant(len(self._unread)), on_event=self._on_event,
+            self._target, request, request_id=self.request_id, deadline_ms=deadline_ms, credit=credit,
+            on_event=self._on_event,
         )  # fmt: skip
         if self._is_cancelled:  # who was asked to end it is dead; its successor gives the caller its result
             connection.cast("router", Cancel(request_id=self.request_id))
@@ -183,4 +196,8 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             self._span_ends += kind.endswith("_end")
             self._seed = event.seed if event.seed is not None else self._seed
             self._unread.append(event_of(kind, event))
+        self._tell()
+
+    def _tell(self) -> None:
         self._arrived.set()
+        self.on_arrival()

@@ -1,8 +1,10 @@
 """The floor: what llama.cpp itself needs, called by hand in a bare script. Nothing of ours takes part."""
 
+import contextlib
 import ctypes
 import os
 import time
+from collections.abc import Iterator
 
 from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
 
@@ -10,6 +12,8 @@ os.environ |= MODEL_ENVIRONMENT  # as our model processes have it
 
 import llama_cpp.llama_cpp as L
 from workload import N_BATCH, N_CTX, THREADS
+
+from barrel_inference.workers.model import cores
 
 BLOCK = 256
 STREAMS = 8
@@ -19,6 +23,16 @@ SPARE = STREAMS
 @L.llama_log_callback
 def _quiet(_level: int, _text: bytes, _data: object) -> None:
     pass
+
+
+@contextlib.contextmanager
+def _spread() -> Iterator[None]:
+    """llama.cpp's threads each on a core of its own, as ours; afterwards this thread serves the bench's clients anywhere."""
+    cores.spread(team=THREADS, working=THREADS)
+    try:
+        yield
+    finally:
+        cores.spread(team=THREADS, working=0)
 
 
 class Floor:
@@ -57,6 +71,7 @@ class Floor:
         for seq in range(STREAMS + 1):
             L.llama_memory_seq_rm(self.memory, seq, -1, -1)
 
+    @_spread()
     def prefill(self, tokens: list[int], seq: int = 0) -> float:
         """Seconds from an emptied context to the first token."""
         self.clear()
@@ -81,6 +96,7 @@ class Floor:
             blocks.append(data)
         return blocks
 
+    @_spread()
     def restore(self, tokens: list[int], blocks: list[ctypes.Array[ctypes.c_uint8]]) -> float:
         """Seconds to import the blocks into an emptied context and decode the last token."""
         self.clear()
@@ -95,6 +111,7 @@ class Floor:
         self.greedy(-1)
         return time.perf_counter() - began_s
 
+    @_spread()
     def decode_rate(self, streams: int, tokens: int) -> float:
         """Tokens per second of `streams` sequences that generate together, all of them counted."""
         self.clear()

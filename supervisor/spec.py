@@ -17,10 +17,11 @@ _MODEL_STOP_MARGIN_MS = 5000
 # A start-up scan reads the header of every file; on a slow disk with 100,000 of them that takes minutes.
 _FILE_TIER_READY_MS = 300_000
 
-# llama.cpp's threads spin at a barrier after each graph node. Without a bound, one busy neighbour makes a token take seconds.
+# llama.cpp's threads spin at a barrier after each graph node. Without a bound, one busy neighbour makes a token take seconds;
+# with less than some 5,000 turns they fall asleep at every barrier where memory is slow, and a token takes three times as long.
 # And active: libgomp cuts the bound of others to 100 once a process has more threads than cores, which the engine thread is
 # enough for; on two cores that cost 40 % of the decode rate.
-MODEL_ENVIRONMENT = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
+MODEL_ENVIRONMENT = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "10000", "GGML_NO_BACKTRACE": "1"}
 
 # The id is a socket's name in the runtime directory; `supervisor` is the supervisor's own.
 _ID = re.compile(r"[A-Za-z0-9_][\w.:+-]{0,199}")

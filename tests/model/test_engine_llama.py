@@ -3,6 +3,7 @@
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ def test_no_piece_is_longer_than_said(make: Make) -> None:
     """`longest_piece_bytes` bounds what a number of tokens can hold."""
     engine = make()
     longest = max(len(engine.special_piece(token)) for token in range(engine.info.n_vocab))
-    assert longest <= engine.info.longest_piece_bytes < 100
+    assert longest <= engine.longest_piece_bytes() < 100
 
 
 # --- namespaces
@@ -596,6 +597,25 @@ def test_batches_are_as_large_as_the_options_say(make: Make) -> None:
         context = engine._context
         assert (L.llama_n_batch(context), L.llama_n_ubatch(context)) == batches
         assert L.llama_n_ctx(context) == engine.info.n_cells == given.get("kv_cells", 512)
+
+
+def test_threads_that_need_all_cores_have_one_each(make: Make) -> None:
+    """The thread that computes and its helpers; with fewer threads they are the kernel's to place again."""
+    everywhere = os.sched_getaffinity(0)
+    engine = make(n_threads=max(2, len(everywhere)))
+    found: list[list[set[int]]] = []
+
+    def compute() -> None:
+        for count in (len(everywhere), 1):
+            engine.set_threads(count)
+            found.append([os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")])
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found[1] == [everywhere] * len(found[1])
+    bound = sorted(tuple(cores) for cores in found[0] if cores != everywhere)
+    assert bound == [(core,) for core in sorted(everywhere)] or len(everywhere) == 1
 
 
 # --- the real model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from barrel_inference.workers.model.cores import cores_within, parse_cpu_max, usable_cores
+from barrel_inference.workers.model.cores import cores_within, parse_cpu_max, places, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,20 @@ def test_cpu_max_is_read(text: str, pair: tuple[int, int]) -> None:
 def test_this_process_has_a_core() -> None:
     """Whatever this machine's groups look like, the answer is a number of threads."""
     assert usable_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "team", "working", "wanted"),
+    [
+        ([0, 1], 2, 2, [{0}, {1}]),
+        ([4, 6], 3, 3, [{4}, {6}, {4}]),  # more threads than cores
+        ([0, 1], 2, 1, [{0, 1}, {0, 1}]),  # the cores are shared with another model
+        ([0, 1, 2, 3], 2, 2, [{0, 1, 2, 3}] * 2),  # there is room to move
+        ([3], 1, 1, [{3}]),
+    ],
+)
+def test_threads_are_placed_when_they_need_all_cores(
+    cores: list[int], team: int, working: int, wanted: list[set[int]]
+) -> None:
+    """Each on its own then; otherwise where the kernel wants."""
+    assert places(cores, team=team, working=working) == wanted

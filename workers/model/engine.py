@@ -54,7 +54,6 @@ class EngineInfo:
     eos_text: str = ""
     vocab_only: bool = False
     embeddings_only: bool = False
-    longest_piece_bytes: int = 0  # no token stands for more bytes of text; 0 = unknown
     warnings: tuple[str, ...] = ()  # what was asked for and is not so, or not wise
 
 
@@ -108,6 +107,9 @@ class Engine(Protocol):
 
     # --- vocabulary (any thread)
 
+    def longest_piece_bytes(self) -> int:
+        """No token stands for more bytes of text; 0 = unknown. The first time it takes a moment."""
+
     def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text."""
 
@@ -146,7 +148,7 @@ class Engine(Protocol):
         """
 
     def set_threads(self, count: int) -> None:
-        """Threads from the next call on, but no more than the options say."""
+        """Threads from the next call on, but no more than the options say; they are placed on the cores."""
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """The embedding of a text, computed apart from all sequences."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from barrel_inference.errors import BadModel, BarrelError, ContextOverflow, InvalidArgument, NotSupported
 from barrel_inference.protocol import Sampling
-from barrel_inference.workers.model import fingerprint, llama_load, model_path, residency
+from barrel_inference.workers.model import cores, fingerprint, llama_load, model_path, residency
 from barrel_inference.workers.model.engine import EngineInfo, Logits, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.llama_batch import LlamaBatch, Run
 from barrel_inference.workers.model.llama_log import LogLines
@@ -47,6 +47,7 @@ class LlamaEngine:
         self._files = files
         self._log = log
         self.vocab = LlamaVocab(model)
+        self.longest_piece_bytes = self.vocab.longest_piece_bytes
         self.tokenize = self.vocab.tokenize
         self.piece = self.vocab.piece
         self.special_piece = self.vocab.special_piece
@@ -135,9 +136,12 @@ class LlamaEngine:
 
     def set_threads(self, count: int) -> None:
         """See `Engine`; a deterministic context keeps the number it was loaded with."""
-        if self._context and not self._options.context.deterministic:
-            single, batch = llama_load.threads_of(self._options.context)
-            L.llama_set_n_threads(self._context, min(single, count), min(batch, count))
+        if not self._context:
+            return
+        most = llama_load.threads_of(self._options.context)
+        single, batch = most if self._options.context.deterministic else (min(most[0], count), min(most[1], count))
+        L.llama_set_n_threads(self._context, single, batch)
+        cores.spread(team=max(most), working=min(single, batch))
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """See `Engine`; of length 1, pooled as the model says, by the mean if it says nothing."""

@@ -116,6 +116,10 @@ class StubEngine:
 
     # --- vocabulary
 
+    def longest_piece_bytes(self) -> int:
+        """See `Engine`."""
+        return 0
+
     def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         """See `Engine`."""
         markers = _MARKER_IDS if parse_special else {}

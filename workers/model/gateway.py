@@ -216,19 +216,22 @@ class Gateway:
 
     async def tokens_of(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text that may fit the context; larger ones are refused before they are tokenised."""
-        n_ctx = self.engine.info.n_ctx
         if len(text) > protocol.MAX_TEXT_BYTES:
             raise InvalidArgument(f"a text of {len(text)} bytes, the limit is {protocol.MAX_TEXT_BYTES}")
-        if len(text) > n_ctx * (self.engine.info.longest_piece_bytes or MAX_BYTES_PER_TOKEN):
-            raise ContextOverflow(
-                f"a text of {len(text)} bytes cannot fit in n_ctx = {n_ctx} tokens",
-                hint="shorten it, or load the model with a larger context_opts.n_ctx",
-            )
         if not text:
             return []  # not even the tokens that would begin it
-        if len(text) < 4096:
+        n_ctx = self.engine.info.n_ctx
+
+        def tokenize() -> list[int]:
+            # A token is a byte at least, so only a long text makes the engine look for its longest piece.
+            if len(text) > n_ctx and len(text) > n_ctx * (self.engine.longest_piece_bytes() or MAX_BYTES_PER_TOKEN):
+                raise ContextOverflow(
+                    f"a text of {len(text)} bytes cannot fit in n_ctx = {n_ctx} tokens",
+                    hint="shorten it, or load the model with a larger context_opts.n_ctx",
+                )
             return self.engine.tokenize(text, add_special=add_special, parse_special=parse_special)
-        return await asyncio.to_thread(self.engine.tokenize, text, add_special=add_special, parse_special=parse_special)
+
+        return tokenize() if len(text) < min(4096, n_ctx) else await asyncio.to_thread(tokenize)
 
     def _job(self, spec: Complete, request: Request, prompt: list[int], salt: bytes) -> Job:
         n_ctx = self.engine.info.n_ctx

@@ -29,6 +29,7 @@ _KEPT_ITEMS = 4096  # arrays of numbers up to this length are kept: one number a
 _STRING, _ARRAY = 8, 9
 # Metadata value types and how `struct` calls them.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")
 _SIZES = {kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()}
 
 
@@ -142,14 +143,26 @@ class _Reader:
                 return count, tuple(self._number(_FORMATS[kind]) for _ in range(count))
             self._skip(_SIZES[kind] * count)
         elif kind == _STRING:
-            for _ in range(count):
-                self._skip(self._length())
+            self._skip_strings(count)
         elif kind == _ARRAY:
             for _ in range(count):
                 self._array(depth + 1)
         else:
             raise ValueError(f"a value of unknown type {kind}")
         return count, None
+
+    def _skip_strings(self, count: int) -> None:
+        """A vocabulary has some hundred thousand of them."""
+        data, at = self._data, self._at
+        try:
+            for _ in range(count):
+                (length,) = _LENGTH.unpack_from(data, at)
+                if length > _MAX_STRING_BYTES:
+                    raise ValueError(f"a text of {length} bytes")
+                at += _LENGTH.size + length
+        except struct.error:
+            raise _EndOfData from None
+        self._skip(at - self._at)
 
     def _number(self, code: str) -> int | float | bool:
         try:

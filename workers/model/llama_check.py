@@ -1,22 +1,22 @@
 """May this model's state be cached? Tried once at load, before anyone depends on it.
 
-40 tokens: computed with the state as it is, and once more with a part of it exported and imported in between. Only bit-equal
-logits will do; a memory kind that llama.cpp gains later and that fails here is not cached, and never wrong.
+A few tokens: computed with the state as it is, and once more with a part of it exported and imported in between. Only
+bit-equal logits will do; a memory kind that llama.cpp gains later and that fails here is not cached, and never wrong.
 """
 
 from collections.abc import Sequence
 
 from barrel_inference.workers.model.engine import Engine, Row
 
-CHECK_TOKENS = 40
-_NODE_TOKENS = 16
+_NODE_TOKENS = 4
 _TRIMMED_TOKENS = 3
+_SLICE_TOKENS = 16
 
 
 def keeps_its_state(engine: Engine) -> bool:
     """Does exported and imported state go on as the live one? Uses sequence 0 and leaves it empty."""
-    tokens = [(7 * number + 3) % engine.info.n_vocab for number in range(CHECK_TOKENS)]
     node = min(_NODE_TOKENS, engine.info.window_tokens or _NODE_TOKENS)
+    tokens = [(7 * number + 3) % engine.info.n_vocab for number in range(2 * node + 2)]
     try:
         if engine.info.needs_snapshot:
             return _snapshot_goes_on(engine, tokens, node)
@@ -56,7 +56,7 @@ def _snapshot_goes_on(engine: Engine, tokens: list[int], node: int) -> bool:
 
 def feed(engine: Engine, tokens: Sequence[int], position: int) -> bytes:
     """Compute tokens of sequence 0 as a prompt is: in slices, the last one alone; returns its logits."""
-    step = max(1, min(_NODE_TOKENS, engine.info.n_batch))
+    step = max(1, min(_SLICE_TOKENS, engine.info.n_batch))
     last = len(tokens) - 1
     for start in range(0, last, step):
         end = min(start + step, last)

@@ -1,6 +1,7 @@
 """A model's vocabulary: text to tokens and back. Any thread may call it: llama.cpp only reads here."""
 
 import ctypes
+import functools
 
 import llama_cpp.llama_cpp as L
 
@@ -94,6 +95,10 @@ class LlamaVocab:
 
     def longest_piece_bytes(self) -> int:
         """No token stands for more bytes of text; 0 for vocabularies that merge unknown text into one token."""
+        return self._longest_piece_bytes
+
+    @functools.cached_property
+    def _longest_piece_bytes(self) -> int:
         if L.llama_vocab_type(self._vocab) not in (L.LLAMA_VOCAB_TYPE_SPM, L.LLAMA_VOCAB_TYPE_BPE):
             return 0
         text_of = L.llama_vocab_get_text

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import urllib.parse
-from importlib import metadata
 from pathlib import Path
 
 from barrel_inference.errors import BadModel
@@ -57,6 +56,8 @@ def resolve(model_path: str) -> Path:
     """
     if not model_path.startswith("pkg:"):
         return Path(from_text(model_path))
+    from importlib import metadata  # here: a tenth of a process's start, and few models are named so
+
     name = model_path.removeprefix("pkg:")
     try:
         files = metadata.distribution(name).files or []

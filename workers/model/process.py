@@ -8,10 +8,11 @@ Two threads: this one (messages, index, files) and the engine's (`scheduler`), w
 """
 
 import asyncio
+import functools
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -26,7 +27,6 @@ from barrel_inference.workers.model import options as model_options
 from barrel_inference.workers.model import residency
 from barrel_inference.workers.model.cache_client import CacheClient
 from barrel_inference.workers.model.call_age import CallAge
-from barrel_inference.workers.model.chat import ChatTemplate
 from barrel_inference.workers.model.cores import thread_share, usable_cores
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.gateway import Gateway
@@ -35,6 +35,9 @@ from barrel_inference.workers.model.reporting import Rate
 from barrel_inference.workers.model.scheduler import Scheduler
 from barrel_inference.workers.model.state import Limits
 from barrel_inference.workers.model.text import Markers
+
+if TYPE_CHECKING:
+    from barrel_inference.workers.model.chat import ChatTemplate
 
 T = TypeVar("T")
 
@@ -60,7 +63,6 @@ class ModelProcess:
         self.model_id = str(actor.boot.boot["model_id"])
         self.options = model_options.parse(actor.boot.boot["options"], self.settings)
         self.loaded_unix_s = 0.0
-        self.template: ChatTemplate | None = None
         self.adapters: tuple[tuple[str, float], ...] = self.options.adapters
         self.staging: Arena | None = None
         self.threads = 0
@@ -83,8 +85,6 @@ class ModelProcess:
             fingerprint = await asyncio.to_thread(self.engine.set_adapters, self.adapters)
         info = self.engine.info
         policy = policies.make(self.options.policy, n_batch=info.n_batch)
-        if info.chat_template:
-            self.template = self._compile(info.chat_template)
         self.gateway = Gateway(
             actor,
             markers=_markers(self.options),
@@ -136,13 +136,15 @@ class ModelProcess:
         pinned = await asyncio.to_thread(self.engine.pin_resident)
         self.actor.log.info("weights.pinned", bytes=pinned, limit=residency.memlock_advice())
 
-    def _compile(self, source: str) -> ChatTemplate | None:
-        try:
-            info = self.engine.info
-            return ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
-        except NotSupported as bad:
-            self.actor.log.warning("template.refused", reason=bad.message)
-            return None
+    @functools.cached_property
+    def _template(self) -> "ChatTemplate":
+        """The model's own chat template, compiled when it is first needed; raises `NotSupported`."""
+        from barrel_inference.workers.model.chat import ChatTemplate  # here: half of the models are never asked to chat
+
+        info = self.engine.info
+        if not info.chat_template:
+            raise NotSupported(f"model {self.model_id!r} has no chat template", hint="send a plain prompt")
+        return ChatTemplate(info.chat_template, bos_text=info.bos_text, eos_text=info.eos_text)
 
     def _save_timeout_s(self) -> float:
         return int(self.settings["cache"]["evict_save_timeout_ms"]) / 1000
@@ -231,9 +233,7 @@ class ModelProcess:
         return self._render(spec.messages or [], spec.tools, True)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_prompt: bool) -> bytes:
-        if self.template is None:
-            raise NotSupported(f"model {self.model_id!r} has no chat template", hint="send a plain prompt")
-        return self.template.render(messages, tools=tools, add_generation_prompt=add_prompt)
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_prompt)
 
     async def _embed(self, message: protocol.Embed, _request: Request) -> protocol.Vector:
         prompt = message.prompt
@@ -285,9 +285,9 @@ class ModelProcess:
         return protocol.Evicted(rows=freed, bytes=0)
 
     def _thread_share(self, message: protocol.ThreadShare, _request: Request) -> None:
-        if self.options.context.deterministic:  # the number of threads decides how sums are split
-            return
-        share = thread_share(usable_cores(), message.computing_models)
+        # Deterministic: the number of threads decides how sums are split.
+        models = 1 if self.options.context.deterministic else message.computing_models
+        share = thread_share(usable_cores(), models)
         self.threads = min(self.engine.info.n_threads, share)
         self.scheduler.post(lambda: self.engine.set_threads(share))
         self._changed()
