@@ -171,12 +171,12 @@ class AsyncClient:
 
     async def set_adapters(self, model_id: str, adapters: Adapters) -> list[tuple[str, float]]:
         """Replace the adapters once no request runs; ends the model's sessions."""
-        message = convert({"adapters": _adapters(adapters)}, protocol.SetAdapters)
-        return (await self._link.call(f"model:{model_id}", message, protocol.AdapterList)).adapters
+        message = convert({"adapters": adapters_of(adapters)}, protocol.SetAdapters)
+        return _adapters_from(await self._link.call(f"model:{model_id}", message, protocol.AdapterList))
 
     async def adapters(self, model_id: str) -> list[tuple[str, float]]:
         """The adapters in use."""
-        return (await self._link.call(f"model:{model_id}", protocol.Adapters(), protocol.AdapterList)).adapters
+        return _adapters_from(await self._link.call(f"model:{model_id}", protocol.Adapters(), protocol.AdapterList))
 
     # --- requests
 
@@ -371,13 +371,10 @@ def load_options(model_path: str | os.PathLike[str], options: Mapping[str, Any])
     path = os.fspath(model_path)
     if not isinstance(path, str) or not path:
         raise InvalidArgument(f"model_path = {model_path!r} is no path", option="model_path")
-    if not _is_text(path):
-        raise InvalidArgument(
-            f"model_path = {path!r} is not UTF-8", hint="load it through a link with another name", option="model_path"
-        )
-    given["model_path"] = path if given.get("backend") == "stub" or may_be_name(path) else absolute(path)
+    is_name = given.get("backend") == "stub" or may_be_name(path)
+    given["model_path"] = path if is_name else model_paths.as_text(absolute(path))
     if "adapters" in given:
-        given["adapters"] = _adapters(given["adapters"])
+        given["adapters"] = adapters_of(given["adapters"])
     return given
 
 
@@ -400,21 +397,21 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(model_paths.resolve(path)))
 
 
-def _is_text(path: str) -> bool:
-    """Can it travel? A file name may hold bytes that are no text."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _adapters(given: Any) -> list[Any]:
+def adapters_of(given: Any) -> list[Any]:
+    """Adapters as they travel: paths absolute. What is no (path, scale) is left for the model to refuse."""
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise InvalidArgument(f"adapters = {given!r} is no list of (path, scale)", option="adapters")
     return [
-        (os.path.abspath(os.path.expanduser(item[0])), item[1])
+        (_adapter_path(os.fspath(item[0])), item[1])
         if isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], (str, os.PathLike))
         else item
         for item in given
     ]
+
+
+def _adapter_path(path: str) -> str:
+    return model_paths.as_text(os.path.abspath(os.path.expanduser(model_paths.from_text(path))))
+
+
+def _adapters_from(reply: protocol.AdapterList) -> list[tuple[str, float]]:
+    return [(model_paths.from_text(path), scale) for path, scale in reply.adapters]

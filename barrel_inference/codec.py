@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from barrel_inference import protocol
-from barrel_inference.errors import BarrelError, ProtocolError, from_wire
+from barrel_inference.errors import BarrelError, InvalidArgument, ProtocolError, from_wire
 from barrel_inference.protocol import ErrorBody, Header, Kind, Message
 
 M = TypeVar("M", bound=Message)
@@ -23,8 +23,13 @@ _MAX_SMALL_BYTES = 4096
 
 
 def encode(value: Message | Header) -> bytes:
-    """Serialize; never fails for a value built by our own code."""
-    return _encoder.encode(value)
+    """Serialize, or raise `InvalidArgument`: what callers give may hold lone surrogates, endless integers, any object."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError as bad:
+        raise InvalidArgument(f"{bad.object!r} is no valid text: it has a lone surrogate", hint="use UTF-8") from None
+    except (OverflowError, TypeError, RecursionError) as bad:
+        raise InvalidArgument(f"{type(value).__name__} cannot be sent: {bad}") from None
 
 
 def decode_header(frame: bytes) -> Header:

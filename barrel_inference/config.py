@@ -319,10 +319,12 @@ def _resolve_listen(listen: str) -> str:
 
 
 def _resolve_model(options: dict[str, Any]) -> dict[str, Any]:
-    path = options["model_path"]
-    if options.get("backend", "llama") == "stub" or path.startswith("pkg:"):
-        return options
-    return {**options, "model_path": _absolute(path)}
+    path, found = options["model_path"], dict(options)
+    if options.get("backend", "llama") != "stub" and not path.startswith(("pkg:", "file:///")):
+        found["model_path"] = _absolute(path)
+    if "adapters" in options:
+        found["adapters"] = [[_absolute(adapter), scale] for adapter, scale in options["adapters"]]
+    return found
 
 
 def _absolute(path: str | Path) -> str:

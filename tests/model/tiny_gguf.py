@@ -156,10 +156,13 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def write_model(kind: str, path: Path) -> None:
-    """Write the tiny model of a kind; the same bytes every time."""
+def write_model(kind: str, path: Path, *, tensors_per_file: int = 0) -> None:
+    """Write the tiny model of a kind; the same bytes every time.
+
+    With `tensors_per_file` in parts beside `path`, named as llama.cpp names them.
+    """
     plan = KINDS[kind]
-    writer = gguf.GGUFWriter(path, plan.architecture)
+    writer = gguf.GGUFWriter(path, plan.architecture, split_max_tensors=tensors_per_file)
     writer.add_name(f"tiny {kind}")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     _describe(writer, plan)

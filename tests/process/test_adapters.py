@@ -83,6 +83,25 @@ def test_a_replaced_file_is_another_adapter(client: Client, model: str, tmp_path
     assert ask(client, model).cache_hit_kind == "cold"
 
 
+def test_any_path_of_an_adapter(client: Client, model: str, tmp_path: Path) -> None:
+    """A path that is no UTF-8 is used, told as it was given, and kept over a death; what is no file is refused, not waited for."""
+    path = tmp_path / "no UTF-8 \udcff.gguf"
+    write_adapter(path, seed=1)
+    assert client.set_adapters(model, [(path, 1.0)]) == client.adapters(model) == [(str(path), 1.0)]
+    os.kill(client.processes()[f"model:{model}"], signal.SIGKILL)
+    assert ask(client, model).completion_tokens
+    assert client.adapters(model) == [(str(path), 1.0)]
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "text.gguf").write_text("once upon a time")
+    for name, reason in (
+        ("pipe.gguf", "adapter .*no regular file"),
+        ("text.gguf", "adapter .*no GGUF"),
+        (".", "directory"),
+    ):
+        with pytest.raises(BadModel, match=reason):
+            client.set_adapters(model, [(tmp_path / name, 1.0)])
+
+
 def test_adapters_outlive_the_process(client: Client, model: str, tiny_adapters: list[Path]) -> None:
     """A model that died comes back with the adapters it had, and finds what was stored under them."""
     client.set_adapters(model, [(tiny_adapters[0], 1.0)])

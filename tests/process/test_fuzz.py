@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from barrel_inference import Client, Runtime, codec, protocol
+from barrel_inference import BarrelError, Client, Runtime, codec, protocol
 from barrel_inference.protocol import Header, Kind
+from barrel_inference.workers.model import options
 from tests.process.fuzzing import Fuzzer
 from tests.process.killing import POLICY, descriptors, wait_for
 
@@ -107,6 +108,23 @@ def served(runtime: Runtime, client: Client) -> Iterator[None]:
         assert asked.result() > 0
     grown = {name: rss_bytes(pid) - before[name] for name, pid in runtime.processes().items()}
     assert max(grown.values()) < GROWTH_BYTES, grown
+
+
+ODD: list[Any] = [
+    None, True, -1, 2**63, 1e300, float("nan"), b"\xff", "", "x", "/", "//", "/\0", "file:///%00", "pkg:", "pkg:/",
+    [], [5], [[]], [["x"]], [["/x", "y"]], [["/x", 1.0]], [[5, 1.0]], {}, {"x": 1}, {"": {}}, {"n_ctx": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [*options._Given.__struct_fields__, "nothing"])
+def test_odd_load_options(client: Client, key: str) -> None:
+    """Whatever stands for an option of a load, it is refused as what it is; no process fails over it."""
+    for value in ODD:
+        for dry_run in (False, True):
+            given = {"model_path": "/nowhere.gguf", key: value}
+            with pytest.raises(BarrelError) as refused:
+                client.load_as_given(protocol.LoadModel(options=given, dry_run=dry_run))
+            assert refused.value.code in ("invalid_argument", "bad_model", "not_found"), (value, refused.value)
 
 
 def test_fuzzed_clients(runtime: Runtime, client: Client) -> None:

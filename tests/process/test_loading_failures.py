@@ -1,6 +1,7 @@
 """Loads that fail: the reason is told, nothing is left behind, nothing is tried again; and models that would not fit."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,9 @@ def _kills_at_its_first_decode(path: Path, _dense: Path) -> None:
 
 BAD_FILES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "missing": (lambda _path, _dense: None, "No such file"),
+    "a link to nowhere": (lambda path, _dense: path.symlink_to("gone.gguf"), "No such file.* link to 'gone.gguf'"),
+    "a link to itself": (lambda path, _dense: path.symlink_to(path), "Too many levels of symbolic links"),
+    "a pipe": (lambda path, _dense: os.mkfifo(path), "is no regular file"),
     "a directory": (lambda path, _dense: path.mkdir(), "is a directory"),
     "empty": (_written(lambda _data: b""), "is empty"),
     "truncated": (_written(lambda data: data[: len(data) // 2]), "not within the file bounds"),
@@ -78,6 +82,41 @@ def test_a_bad_file_leaves_nothing(
     assert client.counters()["restarts"] == before
     client.load_model("any", "victim", backend="stub")
     client.unload("victim")
+
+
+def test_what_is_no_file_at_all(client: Client, runtime: Runtime) -> None:
+    """The root directory has no name, and a NUL ends no path."""
+    for path, reason in (("/", "is a directory"), ("/m\0.gguf", "NUL"), ("file:///m%00.gguf", "NUL")):
+        with pytest.raises(BadModel, match=reason):
+            client.load_model(path, "victim")
+        _nothing_is_left(client, runtime)
+
+
+@pytest.mark.parametrize("key", [b"llama.block_count", b"llama.embedding_length", b"llama.attention.head_count_kv"])
+def test_a_head_that_makes_no_sense(client: Client, tmp_path: Path, tiny_models: Any, key: bytes) -> None:
+    """Numbers that no model has: the load fails, in the model's process; an estimate is very large, or refused."""
+    data = tiny_models["dense"].read_bytes()
+    at = data.index(key) + len(key) + 4
+    (tmp_path / "odd.gguf").write_bytes(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])
+    if key == b"llama.block_count":
+        with pytest.raises(BadModel, match="makes no sense"):
+            client.estimate(tmp_path / "odd.gguf")
+    else:
+        assert client.estimate(tmp_path / "odd.gguf")["needed"] > 1 << 40
+    with pytest.raises(BadModel):
+        client.load_model(tmp_path / "odd.gguf", force=True)
+
+
+def test_a_split_model_that_is_not_whole(client: Client, runtime: Runtime, tmp_path: Path) -> None:
+    """A missing part is named, and so is the first part where another was given."""
+    tiny_gguf.write_model("dense", tmp_path / "split.gguf", tensors_per_file=10)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    with pytest.raises(BadModel, match=f"load {parts[0].name}"):
+        tiny(client, parts[-1], "victim")
+    parts[-1].unlink()
+    with pytest.raises(BadModel, match=f"{parts[-1].name}.*No such file"):
+        tiny(client, parts[0], "victim")
+    _nothing_is_left(client, runtime)
 
 
 def _nothing_is_left(client: Client, runtime: Runtime) -> None:

@@ -232,10 +232,12 @@ def test_models_come_from_their_roots(tmp_path: Path) -> None:
         "tiers": {"ram": {"quota_bytes": "64MiB"}, "ram_file": {"enabled": False}, "disk": {"enabled": False}},
     }
     with Runtime(config) as runtime, runtime.client() as client:
-        for path in ("out.gguf", "in/../out.gguf", "in/link.gguf"):
+        for path in ("out.gguf", "in/../out.gguf", "in/link.gguf", "in/../\udcff.gguf"):
             with pytest.raises(InvalidArgument, match="model_roots"):
                 client.load_model(str(tmp_path / path), "m")
         with pytest.raises(InvalidArgument, match="model_roots"):
+            client.load_model((tmp_path / "out.gguf").as_uri(), "m")
+        with pytest.raises(InvalidArgument, match="model_roots"):
             client.load_model(str(tmp_path / "in" / "m.gguf"), "m", adapters=[(str(tmp_path / "a.gguf"), 1.0)])
         with pytest.raises(BadModel):
-            client.load_model(str(tmp_path / "in" / "absent.gguf"), "m")
+            client.load_model(str(tmp_path / "in" / "absent \udcff.gguf"), "m")

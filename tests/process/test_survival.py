@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -499,3 +500,27 @@ def test_a_read_only_root(tmp_path: Path) -> None:
             again = client.complete(model, PROMPT, response_tokens=4)
             assert (again.generated, again.hit_source) == (whole, "disk")
             assert runtime.processes() == pids
+
+
+def test_a_disk_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While writes hang, whoever waits for a save waits for `evict_save_timeout_ms`: an unload, a change of adapters."""
+    monkeypatch.setenv("BARREL_TEST_WRITE_DELAY_S", "600")
+    config = SMALL | {"cache": {"evict_save_timeout_ms": 1000}}
+    with Runtime(config) as runtime, runtime.client(timeout_s=60.0) as client:
+        model = client.load_model(
+            "any", backend="stub", tier="disk", policy=POLICY | {"min_tokens": 10**6}, model_opts={"step_ms": 5},
+            context_opts={"n_ctx": 4096},
+        )  # fmt: skip
+        client.complete(model, PROMPT, response_tokens=4, session_id="s")
+        began_s = time.monotonic()
+        client.set_adapters(model, [("/any", 1.0)])
+        assert 0.9 < time.monotonic() - began_s < 30
+        with client.stream(model, PROMPT, response_tokens=4000) as stream:
+            events = iter(stream)
+            next(events)
+            began_s = time.monotonic()
+            client.unload(model)
+            assert 0.9 < time.monotonic() - began_s < 30
+            assert [event.result.finish_reason for event in events if event.result] == ["cancelled"]
+        assert f"model:{model}" not in runtime.processes()
+        assert client.load_model("any", model, backend="stub", tier="disk") == model

@@ -211,3 +211,13 @@ def test_text_that_is_not_toml() -> None:
     """A syntax error says where it is."""
     with pytest.raises(InvalidArgument, match=r"my\.toml is not TOML: .*line 1"):
         config.parse("a = = 1", name="my.toml")
+
+
+def test_adapters_become_absolute() -> None:
+    """As the model's own path does: a daemon has another working directory."""
+    found = config.settings_from(
+        config.lay_over({"models": {"m": {"model_path": "file:///x%FF.gguf", "adapters": [["a.gguf", 0.5]]}}})
+    )
+    assert config.resolve(found).models["m"] == {
+        "model_path": "file:///x%FF.gguf", "adapters": [[str(Path("a.gguf").absolute()), 0.5]],
+    }  # fmt: skip

@@ -65,6 +65,19 @@ def test_a_tokenizer_needs_nothing(packaged_settings: dict[str, Any]) -> None:
     assert of(packaged_settings, model_opts={"vocab_only": True}).total == 0
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"block_count": 1 << 40}, {"block_count": -1}, {"embedding_length": 1 << 63, "attention.key_length": 1 << 62},
+        {"attention.value_length": float("inf")}, {"feed_forward_length": float("nan")}, {"attention.key_length": -(1 << 40)},
+    ],
+)  # fmt: skip
+def test_a_head_that_makes_no_sense(packaged_settings: dict[str, Any], said: dict[str, Any]) -> None:
+    """Numbers of a damaged file give an error, not an endless list or a number that cannot be sent."""
+    with pytest.raises((ValueError, OverflowError)):
+        of(packaged_settings, header(**said))
+
+
 def test_what_is_cached_need_not_be_found(packaged_settings: dict[str, Any]) -> None:
     """Mapped weights that are in memory already are counted off, read ones are not."""
     mapped, read = of(packaged_settings), of(packaged_settings, model_opts={"use_mmap": False})

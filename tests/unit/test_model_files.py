@@ -2,7 +2,8 @@
 
 import pytest
 
-from barrel_inference.workers.model.model_path import part_names
+from barrel_inference.errors import BadModel
+from barrel_inference.workers.model.model_path import as_text, from_text, part_names
 from barrel_inference.workers.model.quant import quant_of
 from barrel_inference.workers.model.residency import Mapping, mappings_of, resident_runs
 
@@ -19,6 +20,23 @@ from barrel_inference.workers.model.residency import Mapping, mappings_of, resid
 def test_parts_of_a_split_model(name: str, parts: list[str]) -> None:
     """Any part names all of them, in order."""
     assert part_names(name) == parts
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("/m.gguf", "/m.gguf"), ("/é %FF", "/é %FF"), ("/a b\udcff%?#.gguf", "file:///a%20b%FF%25%3F%23.gguf")],
+)
+def test_every_path_can_be_sent(path: str, text: str) -> None:
+    """One that is no UTF-8 as a URI, the others as they are; both come back as they were."""
+    assert as_text(path) == text
+    assert from_text(text) == path
+
+
+@pytest.mark.parametrize("text", ["/m\0", "file:///m%00"])
+def test_a_path_has_no_nul(text: str) -> None:
+    """The kernel would see another, shorter one."""
+    with pytest.raises(BadModel, match="NUL"):
+        from_text(text)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,13 @@ def test_defaults_follow_other_options(packaged_settings: dict[str, Any]) -> Non
     assert (got.context.n_ctx, got.context.cells, got.context.warm, got.context.ubatch) == (4096, 10_000, 5_000, 64)
 
 
+def test_the_configured_fingerprint_mode_is_the_default(packaged_settings: dict[str, Any]) -> None:
+    """`cache.fingerprint_mode` counts where a load says nothing."""
+    settings = {**packaged_settings, "cache": {**packaged_settings["cache"], "fingerprint_mode": "gguf_chunked"}}
+    assert parsed(settings).fingerprint_mode == "gguf_chunked"
+    assert parsed(settings, fingerprint_mode="fast_unsafe").fingerprint_mode == "fast_unsafe"
+
+
 def test_given_gates_lie_over_the_configured_ones(packaged_settings: dict[str, Any]) -> None:
     """A policy changes the gates that it names and keeps the others."""
     got = parsed(packaged_settings, policy={"min_tokens": 4, "session_resume_wait_ms": 50})
@@ -135,6 +142,7 @@ def test_bad_options_are_named_with_their_value(
         ("adapters", [("a.gguf", float("inf"))]),
         ("adapters", [("", 1.0)]),
         ("modle_opts", {}),
+        ("autoload", True),  # of a [models.NAME] table only
     ],
 )
 def test_bad_top_level_options_are_named(packaged_settings: dict[str, Any], key: str, value: Any) -> None:
@@ -168,6 +176,18 @@ def test_two_sizes_of_the_context_must_agree(packaged_settings: dict[str, Any]) 
     """`context_size` is a copy of n_ctx."""
     with pytest.raises(InvalidArgument, match=r"context_size = 5 differs from context_opts\.n_ctx = 6"):
         parsed(packaged_settings, context_size=5, context_opts={"n_ctx": 6})
+
+
+def test_the_option_that_was_meant_is_named(packaged_settings: dict[str, Any]) -> None:
+    """A misspelt one is answered with the nearest, a strange one with all there are."""
+    with pytest.raises(
+        InvalidArgument, match=r"context_opts\.n_ctxx = 1 is no option — did you mean context_opts\.n_ctx\?"
+    ):
+        parsed(packaged_settings, context_opts={"n_ctxx": 1})
+    with pytest.raises(InvalidArgument, match=r"there are .*use_mlock"):
+        parsed(packaged_settings, model_opts={"zzz": 1})
+    with pytest.raises(InvalidArgument, match=r"policy\.min_token = 5 is no gate; there are min_tokens"):
+        parsed(packaged_settings, policy={"min_token": 5})
 
 
 def test_choices_are_listed(packaged_settings: dict[str, Any]) -> None:

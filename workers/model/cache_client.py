@@ -71,7 +71,7 @@ class CacheClient:
 
     def __init__(
         self, actor: Actor, engine: Engine, scheduler: Scheduler, *, model_id: str, server: str, block_tokens: int,
-        min_reuse_tokens: int, resume_wait_ms: int, deterministic: bool, staging: Arena | None,
+        min_reuse_tokens: int, resume_wait_ms: int, evict_timeout_s: float, deterministic: bool, staging: Arena | None,
     ) -> None:  # fmt: skip
         self.actor = actor
         self.engine = engine
@@ -81,6 +81,7 @@ class CacheClient:
         self.block_tokens = block_tokens
         self.min_reuse_tokens = min_reuse_tokens
         self.resume_wait_ms = resume_wait_ms
+        self.evict_timeout_s = evict_timeout_s
         self.deterministic = deterministic
         self.staging = staging
         self.reader = ImageReader(actor.runtime_dir)
@@ -189,7 +190,16 @@ class CacheClient:
 
     async def save(self, order: SaveOrder, accepted: "asyncio.Future[SaveResult]") -> None:
         """Store a prefix as a chain of nodes; `accepted` is set when every node has its place, or has none."""
-        packed = False
+        packed, told = False, False
+
+        def tell() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self.scheduler.post(lambda: self.scheduler.save_published(order))
+
+        # Whoever waits for an evict save waits no longer than that; the save goes on.
+        late = self.actor.loop.call_later(self.evict_timeout_s, tell) if order.reason is SaveReason.EVICT else None
         try:
             namespace = self.namespace(order.salt)
             async with self._planning:  # the next save goes on from what this one has reserved
@@ -216,7 +226,9 @@ class CacheClient:
                 self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
             if not accepted.done():
                 accepted.set_result(SaveResult(order.reason, None, 0))
-            self.scheduler.post(lambda: self.scheduler.save_published(order))
+            if late is not None:
+                late.cancel()
+            tell()
 
     def _index(self) -> Peer:
         return self.actor.peer("index")

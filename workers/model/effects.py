@@ -67,7 +67,8 @@ class SaveOrder:
     logits: tuple[int, Logits] | None  # a position at which to end a node, and the row to store with it
     job: Job | None = None
     pinned: bool = False
-    on_published: Callable[[], None] | None = None  # engine thread: every node is published, or given up
+    # Engine thread: every node is published, or given up, or `evict_save_timeout_ms` are over.
+    on_published: Callable[[], None] | None = None
 
 
 class Effects(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 
 from barrel_inference.errors import BadModel, BarrelError, ContextOverflow, InvalidArgument, NotSupported
 from barrel_inference.protocol import Sampling
-from barrel_inference.workers.model import cores, fingerprint, llama_load, residency
+from barrel_inference.workers.model import cores, fingerprint, llama_load, model_path, residency
 from barrel_inference.workers.model.engine import EngineInfo, Logits, NoCells, Row, StepFailed, StepInterrupted
 from barrel_inference.workers.model.llama_batch import LlamaBatch, Run
 from barrel_inference.workers.model.llama_log import LogLines
@@ -212,13 +212,15 @@ class LlamaEngine:
 
     def _loaded_adapter(self, path: str) -> bytes:
         """The SHA-256 of an adapter's file, which is loaded then."""
+        file = Path(model_path.from_text(path))
+        model_path.check_file(file, "adapter")
         try:
-            digest = fingerprint.file_digest(Path(path))
+            digest = fingerprint.file_digest(file)
         except OSError as bad:
             raise BadModel(f"adapter {path!r} cannot be read: {bad.strerror}") from bad
         if digest not in self._adapters:
             self._log.clear()
-            adapter = L.llama_adapter_lora_init(self._model, os.fsencode(path))
+            adapter = L.llama_adapter_lora_init(self._model, os.fsencode(file))
             if not adapter:
                 raise BadModel(f"adapter {path!r} cannot be loaded: {self._log.reason()}")
             if L.llama_adapter_get_alora_n_invocation_tokens(adapter):

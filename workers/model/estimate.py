@@ -12,6 +12,8 @@ from barrel_inference.workers.model.options import HELPER_SEQUENCES, MIN_OUTPUTS
 
 _CELL_STEP = 256  # llama.cpp makes cells in groups of so many
 _F32_BYTES = 4
+_MAX_LAYERS = 1 << 16  # a damaged head may say anything
+_MAX_BYTES = 1 << 62
 # Bytes of one element; quantised types have 32 elements and a scale in a block.
 _ELEMENT_BYTES = {
     "f32": 4.0,
@@ -49,7 +51,11 @@ class Estimate:
 
 
 def estimate(headers: Sequence[GgufHeader], options: LoadOptions) -> Estimate:
-    """The estimate for a model of one or more files, the first of which describes it."""
+    """The estimate for a model of one or more files, the first of which describes it.
+
+    Raises:
+        ValueError, OverflowError: the head makes no sense.
+    """
     assert options.llama is not None
     weights = sum(header.size_bytes - min(header.data_start, header.size_bytes) for header in headers)
     if options.vocab_only:
@@ -59,6 +65,8 @@ def estimate(headers: Sequence[GgufHeader], options: LoadOptions) -> Estimate:
     opts = options.context
     kv = 0 if is_encoder else kv_bytes(shape, opts)
     compute = 0 if is_encoder else compute_bytes(shape, opts)  # an encoder's context is made for the first text
+    if not 0 <= kv + compute <= _MAX_BYTES:
+        raise ValueError(f"its head makes no sense: it would take {kv + compute} bytes")
     return Estimate(weights, kv, compute, weights_are_mapped=options.llama.use_mmap)
 
 
@@ -76,6 +84,8 @@ class Shape:
         self.header = header
         self.architecture = header.text("general.architecture")
         self.layers = self._number("block_count")
+        if not 0 <= self.layers <= _MAX_LAYERS:
+            raise ValueError(f"its head makes no sense: {self.layers} layers")
         self.width = self._number("embedding_length")
         self.feed_forward = self._number("feed_forward_length")
         self.heads = self._number("attention.head_count")

@@ -39,7 +39,7 @@ def room_for(options: LoadOptions) -> Room:
     """Look at the files, and at the memory that is left now; reads a few megabytes.
 
     Raises:
-        BadModel: a file is not there, or is no GGUF.
+        BadModel: a file is not there, or is no GGUF that makes sense.
     """
     available = free_memory_bytes()
     if options.llama is None:
@@ -47,11 +47,10 @@ def room_for(options: LoadOptions) -> Room:
         return Room(found, found.total, available)
     files = files_of(resolve(options.model_path))
     try:
-        headers = [read_header(file) for file in files]
-    except (OSError, EOFError, ValueError) as bad:
+        found = estimate([read_header(file) for file in files], options)
+        cached = sum(map(residency.cached_bytes, files)) if found.weights_are_mapped else 0
+    except (OSError, EOFError, ValueError, OverflowError) as bad:  # numbers in a damaged head may be anything
         raise BadModel(f"{options.model_path!r} cannot be read: {bad}") from bad
-    found = estimate(headers, options)
-    cached = sum(map(residency.cached_bytes, files)) if found.weights_are_mapped else 0
     return Room(found, found.needed(cached), available)
 
 

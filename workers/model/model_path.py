@@ -1,12 +1,42 @@
-"""From what a caller names to the files of a model: a path, the parts of a split model, or `pkg:DISTRIBUTION`."""
+"""From what a caller names to the files of a model: a path, the parts of a split model, or `pkg:DISTRIBUTION`.
 
+A path is bytes, and messages and boot documents hold text: one that is no UTF-8 travels as a file URI, `file:///m/%FF.gguf`.
+"""
+
+import os
 import re
+import stat
+import urllib.parse
 from pathlib import Path
 
 from barrel_inference.errors import BadModel
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"
+_URI = "file://"
+
+
+def as_text(path: str) -> str:
+    """An absolute path as it travels: itself, or a file URI if it is no UTF-8."""
+    raw = os.fsencode(path)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return _URI + urllib.parse.quote_from_bytes(raw)
+
+
+def from_text(text: str) -> str:
+    """The path that a text means: `as_text` back.
+
+    Raises:
+        BadModel: no path has a NUL byte.
+    """
+    path = text
+    if text.startswith(f"{_URI}/"):
+        path = os.fsdecode(urllib.parse.unquote_to_bytes(text.removeprefix(_URI)))
+    if "\0" in path:
+        raise BadModel(f"{text!r} is no path: it has a NUL byte")
+    return path
 
 
 def part_names(name: str) -> list[str]:
@@ -22,10 +52,10 @@ def resolve(model_path: str) -> Path:
     """The file that `model_path` names.
 
     Raises:
-        BadModel: there is no such distribution, or it ships no GGUF, or several models.
+        BadModel: it is no path, or there is no such distribution, or it ships no GGUF, or several models.
     """
     if not model_path.startswith("pkg:"):
-        return Path(model_path)
+        return Path(from_text(model_path))
     from importlib import metadata  # here: a tenth of a process's start, and few models are named so
 
     name = model_path.removeprefix("pkg:")
@@ -53,23 +83,34 @@ def files_of(path: Path) -> list[Path]:
     """
     names = part_names(path.name)
     if names[0] != path.name:
-        raise BadModel(f"{_shown(path)} is not the first part of its model", hint=f"load {names[0]}")
-    files = [path.with_name(name) for name in names]
+        raise BadModel(f"{str(path)!r} is not the first part of its model", hint=f"load {names[0]}")
+    files = [path.parent / name for name in names]
     for file in files:
-        try:
-            with file.open("rb") as opened:
-                magic = opened.read(len(_MAGIC))
-        except IsADirectoryError:
-            raise BadModel(f"{_shown(file)} is a directory", hint="name the .gguf file in it") from None
-        except (OSError, ValueError) as bad:
-            raise BadModel(f"{_shown(file)} cannot be read: {getattr(bad, 'strerror', None) or bad}") from bad
-        if not magic:
-            raise BadModel(f"{_shown(file)} is empty")
-        if magic != _MAGIC:
-            raise BadModel(f"{_shown(file)} is no GGUF file: it begins with {magic!r}")
+        check_file(file, "model file" if len(files) == 1 else "model part")
     return files
 
 
-def _shown(path: Path) -> str:
-    """A path as it can be printed, whatever bytes it has."""
-    return repr(str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
+def check_file(path: Path, what: str) -> None:
+    """Raise `BadModel` unless it is a file that begins as a GGUF; `what` it is to be stands in the text.
+
+    Nothing but regular files is opened: a pipe would be waited for without end.
+    """
+    shown = f"{what} {str(path)!r}"
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise BadModel(f"{shown} is a directory", hint="name the .gguf file in it")
+        if not stat.S_ISREG(mode):
+            raise BadModel(f"{shown} is no regular file", hint="copy what it yields into one")
+        with path.open("rb") as opened:
+            magic = opened.read(len(_MAGIC))
+    except FileNotFoundError as bad:
+        hint = f"it is a link to {os.readlink(path)!r}" if path.is_symlink() else "check the path"
+        raise BadModel(f"{shown} cannot be read: {bad.strerror}", hint=hint) from None
+    except OSError as bad:
+        hint = f"the runtime reads it as uid {os.geteuid()}"
+        raise BadModel(f"{shown} cannot be read: {bad.strerror}", hint=hint) from None
+    if not magic:
+        raise BadModel(f"{shown} is empty", hint="copy or download it again")
+    if magic != _MAGIC:
+        raise BadModel(f"{shown} is no GGUF file: it begins with {magic!r}", hint="name a .gguf file")

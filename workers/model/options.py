@@ -5,6 +5,7 @@ model process itself. It reads no file and needs no llama.cpp. Every error is an
 and the value.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -141,7 +142,6 @@ class _Given(Options, frozen=True):
     adapters: list[tuple[str, float]] | None = None  # LoRA files with a scale each
     thinking_markers: Any = None  # the texts around what the model thinks: a pair
     tool_call_markers: Any = None  # the texts around a tool call: a pair
-    autoload: bool = False  # of a [models.NAME] table; for the supervisor, not for us
 
 
 class LoadOptions(Options, frozen=True):
@@ -293,8 +293,10 @@ def _convert(values: dict[str, Any], cls: type[S], prefix: str) -> S:
     """`values` as a struct; msgspec's complaint becomes ours, with the dotted key and the value."""
     unknown = [key for key in values if key not in cls.__struct_fields__]
     if unknown:
-        known = ", ".join(cls.__struct_fields__)
-        raise _wrong(f"{prefix}{unknown[0]}", values[unknown[0]], f"is no option; there are {known}")
+        close = difflib.get_close_matches(unknown[0], cls.__struct_fields__, 1)
+        hint = f"did you mean {prefix}{close[0]}?" if close else f"there are {', '.join(cls.__struct_fields__)}"
+        key = f"{prefix}{unknown[0]}"
+        raise InvalidArgument(f"{key} = {values[unknown[0]]!r} is no option", hint=hint, key=key)
     for key, value in values.items():
         if value != value:  # NaN passes every comparison of a range check
             raise _wrong(f"{prefix}{key}", value, "is not a number")

@@ -101,7 +101,8 @@ class ModelProcess:
         self.cache = CacheClient(
             actor, self.engine, self.scheduler, model_id=self.model_id, server=self.options.tier_server,
             block_tokens=block_tokens, min_reuse_tokens=policy.min_reuse_tokens,
-            resume_wait_ms=policy.session_resume_wait_ms, deterministic=self.options.context.deterministic, staging=self.staging,
+            resume_wait_ms=policy.session_resume_wait_ms, evict_timeout_s=self._save_timeout_s(),
+            deterministic=self.options.context.deterministic, staging=self.staging,
         )  # fmt: skip
         self.cache.fingerprint = fingerprint
         self.gateway.engine, self.gateway.scheduler, self.gateway.cache = self.engine, self.scheduler, self.cache
@@ -144,6 +145,9 @@ class ModelProcess:
         if not info.chat_template:
             raise NotSupported(f"model {self.model_id!r} has no chat template", hint="send a plain prompt")
         return ChatTemplate(info.chat_template, bos_text=info.bos_text, eos_text=info.eos_text)
+
+    def _save_timeout_s(self) -> float:
+        return int(self.settings["cache"]["evict_save_timeout_ms"]) / 1000
 
     def _block_tokens(self) -> int:
         """Tokens of a node: no more than the window, or its own cells would not all be in its export."""
@@ -345,7 +349,7 @@ class ModelProcess:
     async def drain(self, _actor: Actor) -> None:
         """End every stream, save every sequence, most valuable first, within `evict_save_timeout_ms`."""
         self.gateway.stop()
-        timeout_s = int(self.settings["cache"]["evict_save_timeout_ms"]) / 1000
+        timeout_s = self._save_timeout_s()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._on_engine(self.scheduler.save_everything)

@@ -184,7 +184,7 @@ class Scheduler:
             function()
 
     def save_published(self, order: SaveOrder) -> None:
-        """Every node of a save is published, or was given up."""
+        """Every node of a save is published, or was given up, or nobody is to wait any longer."""
         if order.on_published:
             order.on_published()
 
