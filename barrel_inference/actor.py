@@ -272,7 +272,6 @@ class Actor:
             self.log.error("child.cannot_start", code=error.code, reason=str(error))
             self.cannot_start(error)
         # What was imported is never garbage, and a look through all of it holds everybody up for 5 to 10 ms now and then.
-        gc.collect()
         gc.freeze()
         self.supervisor.cast(Ready(incarnation=self.incarnation, about=about or {}))
         self.log.info("child.ready")

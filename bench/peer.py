@@ -60,7 +60,7 @@ class Server:
             [
                 str(binary), "--model", model_path, "--ctx-size", str(N_CTX), "--batch-size", str(N_BATCH),
                 "--ubatch-size", str(N_BATCH), "--threads", str(THREADS), "--threads-batch", str(THREADS),
-                "--parallel", str(parallel), "--flash-attn", "on", "--gpu-layers", "0", "--fit", "off",
+                "--cpu-range", f"0-{THREADS - 1}", "--cpu-strict", "1", "--parallel", str(parallel), "--flash-attn", "on", "--gpu-layers", "0", "--fit", "off",
                 "--cache-reuse", "0", "--slot-prompt-similarity", "0.0", "--no-context-shift", "--cache-ram", str(cache_mib),
                 "--host", "127.0.0.1", "--port", str(self.port), "--threads-http", "2", "--offline",
                 *(["--kv-unified"] if parallel > 1 else []),

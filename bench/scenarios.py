@@ -111,7 +111,7 @@ class Bench:
     def decode(self) -> None:
         """Tokens per second of 1, 4 and 8 streams."""
         floor, server = Floor(self.model_path), self.server(parallel=8)
-        tokens = 64
+        tokens = 64 if self.quick else 128
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "decode", n_seq_max=8)
             for streams in (1, 4, 8):
