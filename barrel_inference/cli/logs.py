@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from barrel_inference.cli import context, output
+from barrel_inference.cli import completion, context, output
 from barrel_inference.cli.failure import not_found
 from barrel_inference.errors import NoRuntime
 
@@ -24,7 +24,9 @@ _COLOURS = {"warning": "33", "error": "31", "critical": "31"}
 
 
 def logs(
-    process: Annotated[str | None, typer.Argument(help="Id of a process; default: all of them.")] = None,
+    process: Annotated[
+        str | None, typer.Argument(help="Id of a process; default: all of them.", autocompletion=completion.process_ids)
+    ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as more is written; Ctrl-C ends it.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", help="Lines to begin with.", min=0)] = 50,
     config: Annotated[Path | None, typer.Option(help="Configuration of a runtime that is not running.")] = None,

@@ -153,6 +153,26 @@ def test_errors(daemon: Path, arguments: list[str], code: int, said: str) -> Non
     assert failed.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("sta", ["start", "status"]), ("cache e", ["evict"]), ("complete --gra", ["--grammar"]), ("complete t", ["tiny"]),
+     ("unload t", ["tiny"]), ("unload x", []), ("restart tier", ["tier:disk", "tier:ram"]), ("logs i", ["index"])],
+)  # fmt: skip
+def test_shell_completion(daemon: Path, typed: str, offered: list[str]) -> None:
+    """bash, with the script that barrelctl prints, offers commands, options, and the ids of models and processes."""
+    words = ["barrelctl", *typed.split()]
+    script = (
+        f'eval "$(barrelctl --show-completion)"; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}\n'
+        '_barrelctl_completion barrelctl && printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment(daemon) | path, capture_output=True, text=True, check=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert (sorted(done.stdout.split()), done.stderr) == (offered, "")
+
+
 def test_named_model(daemon: Path) -> None:
     """A name of [models] brings its options, and is the id; unloading says so on standard error."""
     assert run(daemon, "load", "named").stdout == "named\n"
