@@ -80,6 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         # Whoever read our output has enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:  # of a file or a directory that was named to us
+        _complain(str(error))
+        return EXIT_FAILED
     except Exception as error:
         # Typer's usage errors have no public base class of their own (it ships click inside itself); they can all say
         # what is wrong in one line.

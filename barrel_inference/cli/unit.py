@@ -75,7 +75,7 @@ DeviceAllow=char-drm rw
 DeviceAllow=/dev/kfd rw
 CapabilityBoundingSet=
 AmbientCapabilities=
-# For runtime.tcp add a drop-in: PrivateNetwork=no, RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6, IPAddressAllow=...
+# For runtime.tcp add a drop-in: PrivateNetwork=no, RestrictAddressFamilies=AF_INET AF_INET6 AF_NETLINK, IPAddressAllow=...
 PrivateNetwork=yes
 IPAddressDeny=any
 RestrictAddressFamilies=AF_UNIX

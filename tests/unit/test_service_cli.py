@@ -1,5 +1,6 @@
 """install-service and keys: what they write, without a systemd or a runtime."""
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -88,6 +89,44 @@ def test_keys_are_what_the_runtime_reads(tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["keys", "remove", str(server), "alicf", "--yes"]) == 4
     assert main(["keys", "remove", str(server), "alice", "--yes"]) == 0
     assert curve.tenants(server) == {}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to another user")
+def test_keys_belong_to_the_directorys_owner(tmp_path: Path) -> None:
+    """What root adds for a service can be read by the service, whose directory it is."""
+    server = tmp_path / "server"
+    server.mkdir()
+    os.chown(server, 12345, 12346)
+    assert main(["keys", "init", str(server)]) == 0
+    assert main(["keys", "add", str(server), "alice", "--out", str(tmp_path / "alice")]) == 0
+    made = [server / "clients", server / "server.key", server / "server.key_secret", server / "clients" / "alice.key"]
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(12345, 12346)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["init", "FILE/x"], 1), (["ls", "."], 2), (["add", ".", "alice"], 2), (["remove", ".", "alice", "--yes"], 2)],
+)
+def test_a_directory_without_keys(
+    tmp_path: Path, arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said in one line, also when the system says it."""
+    (tmp_path / "FILE").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["keys", *arguments]) == code
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines()), said.err[:7]) == ("", 1, "error: ")
+
+
+def test_the_documented_drop_in_opens_the_network_and_nothing_else() -> None:
+    """For TCP it changes the settings that close the network; the command of the unit, which names the group, stays."""
+    page = (DEPLOY.parent / "docs" / "how-to" / "remote.md").read_text()
+    drop_in = dict(
+        line.split("=", 1) for line in page.partition("```ini\n[Service]\n")[2].partition("```")[0].splitlines()
+    )
+    # libzmq asks for the network's interfaces, over netlink, before it listens.
+    assert set(drop_in.pop("RestrictAddressFamilies").split()) == {"AF_INET", "AF_INET6", "AF_NETLINK"}
+    assert drop_in == {"PrivateNetwork": "no", "IPAddressAllow": "192.0.2.0/24"}
 
 
 @pytest.mark.parametrize(
