@@ -70,7 +70,9 @@ def root(
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the value is the exit code."""
     try:
-        return app(args=sys.argv[1:] if argv is None else argv, standalone_mode=False) or 0
+        status = app(args=sys.argv[1:] if argv is None else argv, standalone_mode=False) or 0
+        sys.stdout.flush()  # here a closed pipe is still ours to handle
+        return status
     except BarrelError as error:
         _complain(one_line(error))
         return exit_code(error)

@@ -220,6 +220,15 @@ def test_closed_pipe(daemon: Path) -> None:
         wait_for(lambda: client.queue_depth("tiny") == 0)
 
 
+def test_closed_pipe_of_a_short_output(folder: Path) -> None:
+    """The same for what fits into a buffer, and is written at the end."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([*BARRELCTL, "--version"], stdout=theirs, stderr=subprocess.PIPE, env=environment(folder))
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def on_a_terminal(folder: Path, *arguments: str, typed: bytes = b"", **variables: str) -> tuple[int, bytes]:
     """Exit code and what a terminal shows of a command."""
     ours, theirs = pty.openpty()
