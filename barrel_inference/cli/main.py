@@ -16,6 +16,7 @@ from barrel_inference.cli import (
     lifecycle,
     logs,
     models,
+    output,
     pressure,
     service,
     top,
@@ -96,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\033[31merror:\033[0m {text}" if colour else f"error: {text}", file=sys.stderr)
+    mark = "\033[31merror:\033[0m" if output.is_coloured(sys.stderr) else "error:"
+    print(f"{mark} {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":
