@@ -10,6 +10,7 @@ from pathlib import Path
 import zmq
 
 from barrel_inference import codec, curve, protocol
+from barrel_inference.config import default_runtime_dir
 from barrel_inference.errors import ProtocolError
 from barrel_inference.protocol import ErrorBody, Header, Kind, Message
 from barrel_inference.resubmission import ConnectionLost
@@ -175,6 +176,17 @@ def is_forbidden(endpoint: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def is_anothers(endpoint: str) -> bool:
+    """Did another user make what is this user's directory in the shared temporary one? Then nobody there is to be trusted."""
+    directory = default_runtime_dir({})
+    if endpoint != f"ipc://{directory / 'router'}":
+        return False
+    try:
+        return directory.lstat().st_uid != os.getuid()
+    except OSError:
+        return False
 
 
 def has_supervisor(endpoint: str) -> bool | None:

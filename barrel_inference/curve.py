@@ -69,11 +69,11 @@ def _certificate(path: Path) -> tuple[bytes, bytes | None]:
     import zmq.auth
 
     try:
+        path.stat()  # what may not be looked at, zmq.auth would call invalid
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as bad:
-        raise InvalidArgument(
-            f"key file {str(path)!r} cannot be read: {bad}", hint="make one with zmq.auth.create_certificates"
-        ) from None
+        why = bad.strerror if isinstance(bad, OSError) and bad.strerror else bad
+        raise InvalidArgument(f"key file {str(path)!r} cannot be read: {why}", hint="see `barrelctl keys`") from None
 
 
 class Gatekeeper:

@@ -53,7 +53,7 @@ def configure(*, level: str, style: Style = "json", keep: int | None = None) -> 
     """Send events to standard error, one line each; and as JSON to the descriptor `keep`, unless that is the same file."""
     set_level(level)
     own = Lines(2)
-    console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
     renderers: dict[Style, structlog.typing.Processor] = {"json": _to_json, "console": console, "journal": _for_journal}
     kept: list[Any] = []
     if keep is not None and os.path.samestat(os.fstat(keep), os.fstat(2)):

@@ -11,7 +11,7 @@ from typing import TypeVar
 import zmq
 
 from barrel_inference import codec, protocol
-from barrel_inference.connection import Call, Connection, OnEvent, has_supervisor, is_forbidden
+from barrel_inference.connection import Call, Connection, OnEvent, has_supervisor, is_anothers, is_forbidden
 from barrel_inference.errors import BarrelError, DeadlineExceeded, InvalidArgument, ModelDown, ModelFailed, NoRuntime
 from barrel_inference.protocol import Cancel, Message, ModelRow, Phase
 from barrel_inference.resubmission import ConnectionLost, Tally, after
@@ -33,6 +33,8 @@ MODEL_PATIENCE_S = 600.0
 _SERVICE_SOCKET = "/run/barrel-inference/router"
 
 _FORBIDDEN_HINT = "join the group that its runtime.socket_group names, and log in again"
+
+_ANOTHERS_HINT = "set XDG_RUNTIME_DIR to a directory of your own"
 
 _REFUSED_HINT = "have it added (`barrelctl keys add`), and taken up (`barrelctl reload`)"
 
@@ -105,6 +107,8 @@ class Link:
     async def _connect(self) -> Connection:
         if self._is_closed:
             raise NoRuntime("the client is closed", hint="make a new Client")
+        if is_anothers(self.endpoint):
+            raise NoRuntime(f"{self.endpoint} was made by another user", hint=_ANOTHERS_HINT)
         patience = Deadline(self._patience_s())
         for pause_s in _pauses():
             if self._context is None:

@@ -1,6 +1,7 @@
 """A log file that bounds itself: written line by line, set aside when it has grown too long, one old one kept."""
 
 import contextlib
+import errno
 import os
 import stat
 import threading
@@ -54,7 +55,15 @@ class Lines:
 
 
 def _opened(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Never through a link: one in the file's place is removed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    path.unlink()
+    return os.open(path, flags, 0o600)
 
 
 def _set_aside(path: Path) -> None:

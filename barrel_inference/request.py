@@ -40,19 +40,19 @@ class ContinueOptions(SamplingOptions, total=False):
     response_tokens: int | None  # None: the room that is left
     stop_sequences: Sequence[str]
     thinking: bool
-    thinking_budget_tokens: int | None
+    thinking_budget_tokens: int | None  # after so many the thinking is ended
     deadline_s: float | None
-    parse_special: bool
+    parse_special: bool  # control tokens that the prompt spells out are such
     event_interval_ms: int  # of a stream: one event in each interval of that length; 0: one for each token
 
 
 class CompleteOptions(ContinueOptions, total=False):
     """The options of a request with a whole prompt."""
 
-    parent_key: bytes | None
-    session_id: str | None
-    on_full: str  # block, error
-    prefix_checkpoint_len: int | None
+    parent_key: bytes | None  # `finish_key` of the turn before: a shortcut, never a condition
+    session_id: str | None  # keeps the state in the model under this name
+    on_full: str  # no sequence is free: `block` waits, `error` is `seq_capacity`
+    prefix_checkpoint_len: int | None  # tokens of a head that many prompts share: saved by itself, and kept longest
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)

@@ -65,28 +65,28 @@ class CacheDelta(Record):
 class Completion(Record):
     """The end of a request."""
 
-    reply: str
+    reply: str  # bytes that are no UTF-8 are replaced
     reply_bytes: bytes
-    generated: list[int]
-    context_tokens: list[int]
-    committed_tokens: int
+    generated: list[int]  # token ids
+    context_tokens: list[int]  # token ids of the prompt and the reply
+    committed_tokens: int  # their number
     finish_reason: str  # stop, length, cancelled
-    stop_sequence: str | None
-    finish_key: bytes | None
+    stop_sequence: str | None  # the one that ended it
+    finish_key: bytes | None  # of what was saved at the end, for `parent_key`; None: nothing was
     cache_hit_kind: str  # exact, partial, cold, sticky, continuation
     cache_delta: CacheDelta
     hit_source: str | None  # live, ram, ram_file, disk
-    retokenised: bool
-    miss_reason: str | None
-    divergence_byte: int | None
+    retokenised: bool  # what is stored splits the reused bytes into other tokens
+    miss_reason: str | None  # why no more was reused
+    divergence_byte: int | None  # where the prompt differs from what is stored
     prompt_tokens: int
     completion_tokens: int
     queue_ms: float
-    restore_ms: float
+    restore_ms: float  # state brought back from the cache
     prefill_ms: float
     generation_ms: float
-    ttft_ms: float
-    seed: int
+    ttft_ms: float  # to the first token, the wait included
+    seed: int  # that gives the same draws again
     resubmitted: int  # how often a dead process was survived
     request_id: str
     logprobs: list[dict[str, Any]] | None = None

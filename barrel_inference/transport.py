@@ -239,10 +239,12 @@ def make_private_dir(path: Path) -> None:
     """Create `path` with mode 0700, or check that an existing one is this user's and closed to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(found.st_mode):
+        raise InvalidArgument(f"directory {str(path)!r} is a link", hint="name the directory that it leads to")
+    if found.st_uid != os.getuid():
         raise InvalidArgument(
-            f"runtime directory {str(path)!r} belongs to uid {found.st_uid}, not to {os.getuid()}",
-            hint="remove it, or choose another runtime.dir",
+            f"directory {str(path)!r} belongs to uid {found.st_uid}, not to {os.getuid()}",
+            hint="remove it, or choose another runtime.dir or runtime.state_dir",
         )
     if found.st_mode & 0o077:
         path.chmod(0o700)

@@ -1,10 +1,11 @@
 """Write the reference pages that follow from the code: `python docs/generate.py`; a test compares them.
 
-Whole pages: cli.md, configuration.md, errors.md, file-format.md, load-options.md. In protocol.md the tables between the two
-markers.
+Whole pages: cli.md, configuration.md, errors.md, file-format.md, load-options.md. In protocol.md and python.md the tables
+between the two markers.
 """
 
 import contextlib
+import dataclasses
 import inspect
 import re
 import types
@@ -17,13 +18,14 @@ from typing import Any
 import msgspec
 import typer
 
-from barrel_inference import config, errors, protocol
+from barrel_inference import config, errors, protocol, request, results
 from barrel_inference.cli.main import app
 from barrel_inference.tiers import kvc
 from barrel_inference.workers.model import options
 
 REFERENCE = Path(__file__).parent / "reference"
-NOTE = "<!-- Written by docs/generate.py. -->\n\n"
+# At the end: a page that does not begin with its heading has its file's name in the navigation.
+NOTE = "\n<!-- Written by docs/generate.py. -->\n"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
 
@@ -36,7 +38,7 @@ def cli() -> str:
         rows = [_parameter(parameter) for parameter in command.params if parameter.name != "help"]
         if rows:
             lines += ["| argument | meaning |", "|---|---|", *rows, ""]
-    return NOTE + "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip() + "\n" + NOTE
 
 
 def _commands(path: str, group: Any) -> Iterator[tuple[str, Any]]:
@@ -75,7 +77,7 @@ def configuration() -> str:
         "## Keys", "", "| key | type | taken up by a reload |", "|---|---|---|",
     ]  # fmt: skip
     lines += [f"| `{key}` | {kind} | {live} |" for key, kind, live in _keys(config.Settings, "")]
-    return NOTE + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTE
 
 
 def _keys(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -138,7 +140,7 @@ def error_codes() -> str:
         "",
         "0 ok, 1 the request failed, 2 wrong usage, 3 no runtime, 4 model not found, 130 interrupted.",
     ]
-    return NOTE + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTE
 
 
 def load_options() -> str:
@@ -150,7 +152,7 @@ def load_options() -> str:
         ("context_opts", options.ContextOpts),
     ):  # fmt: skip
         lines += ["", f"## {title}", "", *_fields(struct)]
-    return NOTE + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTE
 
 
 def _fields(struct: Any) -> Iterator[str]:
@@ -208,12 +210,61 @@ def messages() -> str:
     return "\n".join(lines) + "\n"
 
 
+def python() -> str:
+    """The options of requests, and the fields of what comes back."""
+    lines = ["## Options of requests", "",
+             "Of `complete`, `stream`, `chat` and `stream_chat`; those that continue a session take no `parent_key`, `session_id`, `on_full` and `prefix_checkpoint_len`.", "",
+             "| option | type | default | meaning |", "|---|---|---|---|"]  # fmt: skip
+    fields = {
+        field.name: field
+        for struct in (protocol.Complete, protocol.Sampling)
+        for field in msgspec.structs.fields(struct)
+    }
+    comments: dict[str, str] = {}
+    for source in (protocol.Complete, protocol.Sampling, request.ContinueOptions, request.CompleteOptions):
+        comments |= _comments(source)
+    for name, hint in typing.get_type_hints(request.CompleteOptions).items():
+        default = _default(fields[name]) if name in fields else "nil"
+        lines.append(
+            f"| `{name}` | {_python_type(hint)} | {default.replace('nil', '`None`')} | {comments.get(name, '')} |"
+        )
+    for cls in (results.Completion, results.CacheDelta, results.StreamEvent, results.ModelInfo, results.CacheRow,
+                results.CacheStats, results.TierInfo):  # fmt: skip
+        lines += [
+            "",
+            f"## {cls.__name__}",
+            "",
+            inspect.getdoc(cls) or "",
+            "",
+            "| field | type | meaning |",
+            "|---|---|---|",
+        ]
+        hints, comments = typing.get_type_hints(cls), _comments(cls)
+        lines += [
+            f"| `{field.name}` | {_python_type(hints[field.name])} | {comments.get(field.name, '')} |"
+            for field in dataclasses.fields(cls)
+        ]
+        lines += [
+            f"| `{name}` | {_python_type(typing.get_type_hints(found.fget)['return'])} | {inspect.getdoc(found)} |"
+            for name, found in vars(cls).items()
+            if isinstance(found, property)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _python_type(hint: Any) -> str:
+    shown = inspect.formatannotation(hint)
+    for module in ("barrel_inference.results.", "collections.abc.", "typing."):
+        shown = shown.replace(module, "")
+    return f"`{shown}`".replace("|", "\\|")
+
+
 def file_format() -> str:
     """The docstring of the module that packs images: the tables stand next to the code."""
     lines = inspect.cleandoc(kvc.__doc__ or "").replace(" Pure.", "").splitlines()
     numbers = ", ".join(f"{number} {reason}" for reason, number in kvc.REASON_NUMBERS.items())
     body = "\n".join(lines[1:]).replace("see REASON_NUMBERS", "see below")
-    return f"{NOTE}# File format\n\n{lines[0]}\n{body}\n\nSave reasons: {numbers}.\n"
+    return f"# File format\n\n{lines[0]}\n{body}\n\nSave reasons: {numbers}.\n{NOTE}"
 
 
 def _collect(hint: Any, seen: dict[str, Any]) -> None:
@@ -229,16 +280,20 @@ def _collect(hint: Any, seen: dict[str, Any]) -> None:
 
 def pages() -> dict[Path, str]:
     """Every page as it should be."""
-    by_hand = (REFERENCE / "protocol.md").read_text()
-    before, after = by_hand.split(BEGIN)[0], by_hand.split(END)[1]
     return {
         REFERENCE / "cli.md": cli(),
         REFERENCE / "configuration.md": configuration(),
         REFERENCE / "errors.md": error_codes(),
         REFERENCE / "file-format.md": file_format(),
         REFERENCE / "load-options.md": load_options(),
-        REFERENCE / "protocol.md": before + BEGIN + "\n" + messages() + "\n" + END + after,
+        REFERENCE / "protocol.md": _filled("protocol.md", messages()),
+        REFERENCE / "python.md": _filled("python.md", python()),
     }
+
+
+def _filled(name: str, tables: str) -> str:
+    by_hand = (REFERENCE / name).read_text()
+    return by_hand.split(BEGIN)[0] + BEGIN + "\n" + tables + "\n" + END + by_hand.split(END)[1]
 
 
 if __name__ == "__main__":

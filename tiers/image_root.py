@@ -145,12 +145,14 @@ class ImageRoot:
     def _open(self) -> int:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # A link is its owner's choice; in /dev/shm it could be anybody's.
+            is_strange = self.path.lstat().st_uid not in (0, os.getuid())
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise TierUnavailable(
                 f"tier root {str(self.path)!r} cannot be used ({error.strerror})", hint="choose another root"
             ) from error
-        if os.fstat(descriptor).st_uid != os.getuid():
+        if is_strange or os.fstat(descriptor).st_uid != os.getuid():
             os.close(descriptor)
             raise TierUnavailable(f"tier root {str(self.path)!r} belongs to another user", hint="choose another root")
         return descriptor

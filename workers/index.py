@@ -221,10 +221,9 @@ class IndexProcess:
     async def evict(self, message: protocol.Evict, _request: Request) -> protocol.Evicted:
         """Free bytes now, and give memory back to the system."""
         changes = self.catalog.evict(self._servers(message.tiers), message.bytes, time.time())
-        evicted = protocol.Evicted(rows=changes.evicted, bytes=changes.dropped_bytes)
-        for deletion in self.errands.carry_out(changes, give_back=True):
-            await deletion
-        return evicted
+        # What the tiers say, not what the rows had: nothing can be deleted where nothing can be written.
+        freed_bytes = [await deletion for deletion in self.errands.carry_out(changes, give_back=True)]
+        return protocol.Evicted(rows=changes.evicted, bytes=sum(freed_bytes))
 
     def _servers(self, tiers: Iterable[str] | None) -> list[str]:
         """The servers that are up of these tiers, each named by its kind or its id; None = all."""
@@ -416,11 +415,12 @@ class IndexProcess:
         ]  # fmt: skip
         for server in sorted(self._expected - stored.accounts.keys()):
             tier = self._tiers[server.removeprefix("tier:")]
+            is_up = server in self.actor.peers
             tiers.append(
                 protocol.TierStats(
                     server=server, kind=tier.get("kind", server.removeprefix("tier:")),
-                    quota_bytes=tier["quota_bytes"], stored_bytes=0, reserved_bytes=0, rows=0, up=False,
-                    note="is not running",
+                    quota_bytes=tier["quota_bytes"], stored_bytes=0, reserved_bytes=0, rows=0, up=is_up,
+                    note="has not reported its rows yet" if is_up else "is not running",
                 )
             )  # fmt: skip
         return protocol.CacheStatsReply(

@@ -30,8 +30,8 @@ class Errands:
         """Set when the node on its way is published or given up."""
         return self._settled.setdefault(key, asyncio.Event())
 
-    def carry_out(self, changes: Changes, *, give_back: bool = False) -> "list[asyncio.Task[None]]":
-        """Tell tiers and waiters what has changed; the tasks end when the tiers have deleted."""
+    def carry_out(self, changes: Changes, *, give_back: bool = False) -> "list[asyncio.Task[int]]":
+        """Tell tiers and waiters what has changed; the tasks end when the tiers have deleted, with the bytes that this freed."""
         self.counters["evictions"] += changes.evicted
         for location in changes.committed:
             self.actor.cast(location.server, protocol.Committed(location=location))
@@ -45,18 +45,19 @@ class Errands:
             for server, locations in changes.deletes.items()
         ]
 
-    async def _delete(self, server: str, locations: list[Location], give_back: bool) -> None:
+    async def _delete(self, server: str, locations: list[Location], give_back: bool) -> int:
         peer = self.actor.peers.get(server)
         if peer is None:
-            return  # its bytes are gone with it, or it reports them again
+            return 0  # its bytes are gone with it, or it reports them again
         room = protocol.Room(
             owner=self.actor.id, owner_incarnation=self.actor.incarnation, deletes=locations, names=[], sizes=[],
             give_back=give_back,
         )  # fmt: skip
         try:
-            await peer.call(room, protocol.Roomed)
+            return (await peer.call(room, protocol.Roomed)).freed_bytes
         except BarrelError as error:
             self.actor.log.warning("delete.failed", server=server, code=error.code)
+            return 0
 
     def abort(self, reservations: Iterable[Reservation]) -> None:
         """Give promises back."""

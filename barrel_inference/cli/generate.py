@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from barrel_inference.cli import context, output
+from barrel_inference.cli import completion, context, output
 from barrel_inference.errors import BarrelError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from barrel_inference.request import CompleteOptions
     from barrel_inference.results import Completion
 
-ModelId = Annotated[str, typer.Argument(metavar="ID", help="Id of a loaded model.")]
+ModelId = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of a loaded model.", autocompletion=completion.model_ids)
+]
 Tokens = Annotated[int | None, typer.Option(help="Tokens to generate at most; default: the room that is left.", min=0)]
 Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: a random one.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

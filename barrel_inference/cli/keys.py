@@ -34,7 +34,8 @@ def init(directory: Directory) -> None:
         raise InvalidArgument(f"{str(directory)!r} has a server key already", hint="remove it first to replace it")
     os.umask(0o077)
     (directory / "clients").mkdir(mode=0o700, parents=True, exist_ok=True)
-    zmq.auth.create_certificates(directory, "server")
+    made = zmq.auth.create_certificates(directory, "server")
+    _give_to_owner(directory, directory / "clients", *made)
     output.note(f'the keys are in {directory}; set runtime.curve = "{directory.absolute()}" and runtime.tcp')
 
 
@@ -55,9 +56,7 @@ def add(
     target = out or Path(name)
     if not _NAME.fullmatch(name):
         raise InvalidArgument(f"{name!r} cannot name a client", hint="use letters, digits and any of . _ -")
-    if not (directory / "server.key").exists():
-        raise InvalidArgument(f"{str(directory)!r} has no server key", hint=f"barrelctl keys init {directory}")
-    if (directory / "clients" / f"{name}.key").exists():
+    if name in _names(directory):
         raise InvalidArgument(f"there is a client {name!r} already", hint=f"barrelctl keys remove {directory} {name}")
     if target.exists():
         raise InvalidArgument(f"{str(target)!r} exists already", hint="name another directory with --out")
@@ -65,7 +64,9 @@ def add(
     target.mkdir(parents=True)
     public, _ = zmq.auth.create_certificates(target, "client")
     shutil.copy(directory / "server.key", target / "server.key")
-    shutil.move(public, directory / "clients" / f"{name}.key")
+    listed = directory / "clients" / f"{name}.key"
+    shutil.move(public, listed)
+    _give_to_owner(directory, listed)
     output.note(f"give {target} to {name}, who sets BARREL_CURVE to it and BARREL_ENDPOINT to the runtime's address")
 
 
@@ -101,5 +102,15 @@ def remove(
     output.note(f"{name} is removed; `barrelctl restart router` also ends its connections")
 
 
+def _give_to_owner(directory: Path, *made: str | Path) -> None:
+    """The directory belongs to the runtime's user, who has to read what root puts there."""
+    if os.getuid() == 0:
+        owner = directory.stat()
+        for path in made:
+            os.chown(path, owner.st_uid, owner.st_gid)
+
+
 def _names(directory: Path) -> list[str]:
+    if not (directory / "server.key").exists():
+        raise InvalidArgument(f"{str(directory)!r} has no server key", hint=f"barrelctl keys init {directory}")
     return sorted(path.stem for path in (directory / "clients").glob("*.key"))

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from barrel_inference.cli import context, output
+from barrel_inference.cli import completion, context, output
 from barrel_inference.cli.failure import not_found
 from barrel_inference.errors import BarrelError
 
@@ -184,7 +184,11 @@ def ps(as_json: AsJson = False) -> None:
     output.table(["process", "state", "pid", "restarts", "up", "memory"], rows, empty="no process")
 
 
-def restart(process: Annotated[str, typer.Argument(help="Id of a process as `barrelctl ps` lists it.")]) -> None:
+def restart(
+    process: Annotated[
+        str, typer.Argument(help="Id of a process as `barrelctl ps` lists it.", autocompletion=completion.process_ids)
+    ],
+) -> None:
     """Stop one process and start it again; returns when it is ready.
 
     Example: barrelctl restart index

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from barrel_inference.cli import context, output
+from barrel_inference.cli import completion, context, output
 from barrel_inference.cli.failure import not_found
 from barrel_inference.errors import NoRuntime
 
@@ -24,7 +24,9 @@ _COLOURS = {"warning": "33", "error": "31", "critical": "31"}
 
 
 def logs(
-    process: Annotated[str | None, typer.Argument(help="Id of a process; default: all of them.")] = None,
+    process: Annotated[
+        str | None, typer.Argument(help="Id of a process; default: all of them.", autocompletion=completion.process_ids)
+    ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as more is written; Ctrl-C ends it.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", help="Lines to begin with.", min=0)] = 50,
     config: Annotated[Path | None, typer.Option(help="Configuration of a runtime that is not running.")] = None,
@@ -40,13 +42,13 @@ def logs(
     tails = {path: Tail(path) for path in _files(directory, process)}
     found = sorted((line for tail in tails.values() for line in tail.read()), key=lambda line: line.at)
     for line in found[-lines:] if lines else []:
-        print(shown(line, colour=sys.stdout.isatty()))
+        print(shown(line, colour=output.is_coloured(sys.stdout)))
     while follow:
         sys.stdout.flush()
         time.sleep(_FOLLOW_S)
         for path in _files(directory, process):
             for line in tails.setdefault(path, Tail(path)).read():
-                print(shown(line, colour=sys.stdout.isatty()))
+                print(shown(line, colour=output.is_coloured(sys.stdout)))
 
 
 def log_dir(config: Path | None) -> Path:
@@ -125,7 +127,7 @@ def parse(text: str, process: str, last_at: str) -> Line:
 def shown(line: Line, *, colour: bool) -> str:
     """A line as it is printed: an event's fields as key=value, its traceback below. Pure."""
     if line.fields is None:
-        return f"{' ' * 13}{line.process:<14} {line.text}"
+        return f"{' ' * 13}{line.process:<14} {output.printable(line.text)}"  # llama.cpp prints what model files say
     fields = dict(line.fields)
     at = str(fields.pop("timestamp", ""))[11:23]
     level, event = str(fields.pop("level", "info")), str(fields.pop("event"))

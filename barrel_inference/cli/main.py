@@ -16,6 +16,7 @@ from barrel_inference.cli import (
     lifecycle,
     logs,
     models,
+    output,
     pressure,
     service,
     top,
@@ -70,7 +71,9 @@ def root(
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the value is the exit code."""
     try:
-        return app(args=sys.argv[1:] if argv is None else argv, standalone_mode=False) or 0
+        status = app(args=sys.argv[1:] if argv is None else argv, standalone_mode=False) or 0
+        sys.stdout.flush()  # here a closed pipe is still ours to handle
+        return status
     except BarrelError as error:
         _complain(one_line(error))
         return exit_code(error)
@@ -79,6 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:  # of a file or a directory that was named to us
+        _complain(str(error))
         return EXIT_FAILED
     except Exception as error:
         # Typer's usage errors have no public base class of their own (it ships click inside itself); they can all say
@@ -91,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\033[31merror:\033[0m {text}" if colour else f"error: {text}", file=sys.stderr)
+    mark = "\033[31merror:\033[0m" if output.is_coloured(sys.stderr) else "error:"
+    print(f"{mark} {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 
 from barrel_inference.cli import context, output
 from barrel_inference.cli.failure import not_found
+from barrel_inference.cli.generate import ModelId
 from barrel_inference.cli.lifecycle import AsJson, Yes, ask_about_requests
 from barrel_inference.errors import InvalidArgument, NotFound
 
@@ -115,7 +116,8 @@ def _progress(model: str) -> Iterator[Callable[[float], object] | None]:
 
 
 def unload(
-    model_id: Annotated[str, typer.Argument(metavar="ID", help="Id of a loaded model.")], yes: Yes = False
+    model_id: ModelId,
+    yes: Yes = False,
 ) -> None:
     """Unload a model, once it has saved what it holds. Requests under way end; with some, it asks first.
 

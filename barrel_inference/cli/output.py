@@ -1,10 +1,11 @@
 """Printing: results to standard output, everything else to standard error; colours on terminals only."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,16 @@ def err() -> "Console":
 def note(text: str) -> None:
     """A line about what happens, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def is_coloured(stream: TextIO) -> bool:
+    """Do colours make sense there?"""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def printable(text: str) -> str:
+    """A line without what a terminal would take for an order."""
+    return "".join(character if character.isprintable() or character == "\t" else "\ufffd" for character in text)
 
 
 def can_ask() -> bool:

@@ -42,6 +42,15 @@ OOMPolicy=continue
 LimitNOFILE=65536
 UMask=0077
 NoNewPrivileges=yes
+# These need no rights and no namespaces, so that a user's own manager can apply them as well.
+LockPersonality=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged
+SystemCallErrorNumber=EPERM
 """
 
 _SYSTEM = """
@@ -75,7 +84,7 @@ DeviceAllow=char-drm rw
 DeviceAllow=/dev/kfd rw
 CapabilityBoundingSet=
 AmbientCapabilities=
-# For runtime.tcp add a drop-in: PrivateNetwork=no, RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6, IPAddressAllow=...
+# For runtime.tcp add a drop-in: PrivateNetwork=no, RestrictAddressFamilies=AF_INET AF_INET6 AF_NETLINK, IPAddressAllow=...
 PrivateNetwork=yes
 IPAddressDeny=any
 RestrictAddressFamilies=AF_UNIX
@@ -89,20 +98,14 @@ ProtectKernelLogs=yes
 ProtectKernelModules=yes
 ProtectKernelTunables=yes
 KeyringMode=private
-LockPersonality=yes
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallFilter=~@privileged
-SystemCallErrorNumber=EPERM
 
 [Install]
 WantedBy=multi-user.target
 """
 
-_USER = """\
+_USER = """
+# For runtime.tcp and metrics.listen; libzmq asks for the interfaces over netlink.
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 # Sockets are in $XDG_RUNTIME_DIR/barrel-inference, state in ~/.local/state/barrel-inference: where clients look.
 
 [Install]
@@ -116,7 +119,7 @@ SYSUSERS = f'u {NAME} - "Barrel Inference" /var/lib/{NAME}\n'
 # What a service begins with.
 EMPTY_CONFIG = """\
 # Laid over the defaults, key by key: `barrelctl config show` prints them all.
-# `systemctl reload barrel-inference` takes up what can change while it runs, and names what waits for a restart.
+# A reload of the service takes up what can change while it runs, and names what waits for a restart.
 """
 
 

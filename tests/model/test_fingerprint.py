@@ -124,6 +124,19 @@ def test_a_directory_that_cannot_be_written_costs_only_time(model: Path, tmp_pat
     assert fingerprint_of([model], "safe", None, blocked) == fingerprint_of([model], "safe", None, tmp_path)
 
 
+def test_a_link_in_a_notes_place_is_not_followed(model: Path, tmp_path: Path) -> None:
+    """What it points to stays as it was."""
+    right = fingerprint_of([model], "safe", None, tmp_path)
+    note = next((tmp_path / "fingerprints").iterdir())
+    note.unlink()
+    other = tmp_path / "other"
+    other.write_text("mine")
+    for name in (note.name, f"{note.name}.{os.getpid()}.tmp"):
+        (note.parent / name).symlink_to(other)
+    assert fingerprint_of([model], "safe", None, tmp_path) == right
+    assert other.read_text() == "mine"
+
+
 def test_every_part_of_a_split_model_counts(model: Path, tmp_path: Path) -> None:
     """A change in the second file changes the fingerprint of the whole."""
     second = tmp_path / "second.gguf"

@@ -165,6 +165,26 @@ def test_errors(daemon: Path, arguments: list[str], code: int, said: str) -> Non
     assert failed.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("sta", ["start", "status"]), ("cache e", ["evict"]), ("complete --gra", ["--grammar"]), ("complete t", ["tiny"]),
+     ("unload t", ["tiny"]), ("unload x", []), ("restart tier", ["tier:disk", "tier:ram"]), ("logs i", ["index"])],
+)  # fmt: skip
+def test_shell_completion(daemon: Path, typed: str, offered: list[str]) -> None:
+    """bash, with the script that barrelctl prints, offers commands, options, and the ids of models and processes."""
+    words = ["barrelctl", *typed.split()]
+    script = (
+        f'eval "$(barrelctl --show-completion)"; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}\n'
+        '_barrelctl_completion barrelctl && printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment(daemon) | path, capture_output=True, text=True, check=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert (sorted(done.stdout.split()), done.stderr) == (offered, "")
+
+
 def test_named_model(daemon: Path) -> None:
     """A name of [models] brings its options, and is the id; unloading says so on standard error."""
     assert run(daemon, "load", "named").stdout == "named\n"
@@ -210,6 +230,15 @@ def test_closed_pipe(daemon: Path) -> None:
         assert stderr.read() == b""
     with Client(f"{daemon}/run/router") as client:
         wait_for(lambda: client.queue_depth("tiny") == 0)
+
+
+def test_closed_pipe_of_a_short_output(folder: Path) -> None:
+    """The same for what fits into a buffer, and is written at the end."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([*BARRELCTL, "--version"], stdout=theirs, stderr=subprocess.PIPE, env=environment(folder))
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def on_a_terminal(folder: Path, *arguments: str, typed: bytes = b"", **variables: str) -> tuple[int, bytes]:

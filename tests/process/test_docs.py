@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOT_RUN = re.compile(r"<!-- not run: [^>]+ -->\n```\w+\n.*?```", re.DOTALL)
+RUN_WITH = re.compile(r"<!-- run with: (\w+) -->\n```\w+\n.*?```", re.DOTALL)
 SNIPPET = re.compile(r"^```(sh|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEADLINE_S = 240
@@ -25,7 +26,8 @@ def snippets(page: Path) -> list[tuple[str, str]]:
     """Language and text of what is to be run of a page; the commands' own page shows each alone and is checked elsewhere."""
     if page.name == "cli.md":
         return []
-    return [(found[1], found[2]) for found in SNIPPET.finditer(NOT_RUN.sub("", page.read_text()))]
+    text = RUN_WITH.sub(lambda found: found[0] if shutil.which(found[1]) else "", NOT_RUN.sub("", page.read_text()))
+    return [(found[1], found[2]) for found in SNIPPET.finditer(text)]
 
 
 @pytest.fixture

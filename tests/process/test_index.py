@@ -415,6 +415,17 @@ def test_lookup_during_a_rebuild(cache: Cache) -> None:
     cache.tree.until(lambda: cache.look(b"ab").via == "exact")
 
 
+def test_a_tier_that_has_not_reported(cache: Cache) -> None:
+    """The accounts tell a tier that serves and has yet to say what it holds from one that is down."""
+    cache.tree.kill(RAM)
+    cache.tree.kill(DISK)
+    cache.tree.kill("index")
+    cache.tree.pretend(RAM)
+    cache.start_index()
+    found = {tier.server: (tier.up, tier.note) for tier in cache.stats().tiers}
+    assert found == {RAM: (True, "has not reported its rows yet"), DISK: (False, "is not running")}
+
+
 def test_a_tier_that_comes_back(cache: Cache) -> None:
     """A dead file tier's rows are gone at once and all back with it; a dead memory tier's are gone for good."""
     cache.save(new(b"", b"ab"))
@@ -473,7 +484,10 @@ def test_bad_requests_are_refused(cache: Cache) -> None:
 
 
 def test_a_medium_that_others_fill(tmp_path: Path) -> None:
-    """When the file system has less than the quota says, own rows make room for new ones; when it takes nothing, they stay."""
+    """When the file system has less than the quota says, own rows make room for new ones; when it takes nothing, they stay.
+
+    Bytes that cannot be deleted are not counted as freed.
+    """
     with small_file_system(tmp_path) as small:
         cache = Cache(f"{small}/kvc")
         try:
@@ -490,5 +504,6 @@ def test_a_medium_that_others_fill(tmp_path: Path) -> None:
             subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
             assert [grant.status for grant in cache.reserve(new(b"", b"kl"))] == ["no_space"]
             assert cache.counter("evictions") == gone
+            assert cache.evict() == Evicted(rows=4 - gone, bytes=0)  # the row that was looked up is claimed
         finally:
             cache.tree.close()

@@ -33,15 +33,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """The wheel, built without the network."""
-    target = tmp_path_factory.mktemp("wheel")
+def built(source: Path, target: Path) -> Path:
+    """The wheel of a source directory."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(target), str(source)],
         check=True,
     )  # fmt: skip
-    with zipfile.ZipFile(next(target.glob("*.whl"))) as opened:
+    return next(target.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel, built without the network."""
+    with zipfile.ZipFile(built(source, tmp_path_factory.mktemp("wheel"))) as opened:
         yield opened
 
 
@@ -97,3 +101,18 @@ def test_the_source_distribution_builds_the_same(source: Path, tmp_path: Path, w
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as opened:
         held = {name.partition("/")[2] for name in opened.getnames()}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} <= held
+
+
+def test_the_image_is_built_from_enough(source: Path, tmp_path: Path, wheel: zipfile.ZipFile) -> None:
+    """What .dockerignore lets through makes the same wheel."""
+    context = tmp_path / "context"
+    context.mkdir()
+    for line in (source / ".dockerignore").read_text().splitlines():
+        if line.startswith("!"):
+            found = source / line[1:]
+            if found.is_dir():
+                shutil.copytree(found, context / found.name, symlinks=True)
+            else:
+                shutil.copy2(found, context)
+    with zipfile.ZipFile(built(context, tmp_path)) as made:
+        assert sorted(made.namelist()) == sorted(wheel.namelist())

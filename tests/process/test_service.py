@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from barrel_inference import Client, Runtime
-from barrel_inference.errors import BadModel, InvalidArgument
+from barrel_inference.errors import BadModel, InvalidArgument, NoRuntime
 from barrel_inference.protocol import Reload, Reloaded
 from barrel_inference.runtime import ask_supervisor, read_settings, start_daemon, stop_daemon
 
@@ -220,6 +220,71 @@ def test_members_of_the_group_are_tenants() -> None:
         shutil.rmtree(base)
     assert "is closed to this user" in outside
     assert said == ["['m']", "cold", "exact", "not_supported", "not_supported", "not_supported", "False False"]
+
+
+def test_links_in_its_directories_are_not_followed(tmp_path: Path) -> None:
+    """Links in the place of sockets, arenas, black boxes and logs are replaced; what they point to stays as it was."""
+    base = Path(tempfile.mkdtemp(prefix="bs-", dir="/tmp"))
+    other = tmp_path / "other"
+    other.write_text("mine")
+    processes = ("supervisor", "router", "index", "tier:ram", "tier:disk", "writer:0", "model:m")
+    files = [base / "run" / f"{name}{end}" for name in processes for end in ("", ".arena", ".box")]
+    files += [base / "state" / "log" / f"{name}.log" for name in processes]
+    for path in files:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.symlink_to(other)
+    config = {
+        "runtime": {"dir": str(base / "run"), "state_dir": str(base / "state")},
+        "tiers": {"ram": {"quota_bytes": "64MiB"}, "ram_file": {"enabled": False}},
+        "writer": {"processes": 1},
+    }
+    start_daemon(read_settings(config))
+    try:
+        with Client(f"ipc://{base}/run/router") as client:
+            client.load_model("m", "m", backend="stub")
+            assert client.complete("m", "one two", response_tokens=1).completion_tokens == 1
+            opened = [path for path in files if path.exists() and not path.is_symlink()]
+        assert {path.name for path in opened} >= {*processes, *(f"{name}.log" for name in processes), "model:m.box"}
+    finally:
+        stop_daemon(base / "run")
+        shutil.rmtree(base)
+    assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["run", "state"])
+def test_directories_are_no_links(tmp_path: Path, name: str) -> None:
+    """A link in the place of the runtime's own directories is refused, and said to be one."""
+    (tmp_path / "elsewhere").mkdir(mode=0o755)
+    (tmp_path / name).symlink_to("elsewhere")
+    config = {
+        "runtime": {
+            "dir": str(tmp_path / "run"),
+            "state_dir": str(tmp_path / "state"),
+            "log_dir": str(tmp_path / "log"),
+        }
+    }
+    with pytest.raises(InvalidArgument, match=rf"/{name}' is a link"):
+        start_daemon(read_settings(config))
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to another user")
+def test_a_directory_that_another_made_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this user's directory would be in the shared temporary one, nobody gets a prompt but a runtime of this user."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR", "BARREL_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    planted = tmp_path / f"barrel-inference-{os.getuid()}"
+    planted.mkdir()
+    with socket.socket(socket.AF_UNIX) as trap:
+        trap.bind(str(planted / "router"))
+        trap.listen()
+        trap.setblocking(False)
+        os.chown(planted, 12345, 12345)
+        with Client() as client, pytest.raises(NoRuntime, match="was made by another user"):
+            client.models()
+        with pytest.raises(BlockingIOError):
+            trap.accept()
 
 
 def test_models_come_from_their_roots(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """barrelctl's own decisions: exit codes, lines, log formatting (barrel_inference/cli)."""
 
+import os
+
 import pytest
 
 from barrel_inference.cli import failure, logs, output
@@ -55,6 +57,17 @@ def test_log_lines() -> None:
     event = '{"process": "index", "incarnation": 3, "event": "child.crashed", "level": "error", "why": "a b", "n": 1, '
     line = logs.parse(event + '"timestamp": "2026-01-02T03:04:05.678901Z"}', "index", "")
     assert logs.shown(line, colour=False) == "03:04:05.678 index          child.crashed [error] why='a b' n=1"
-    other = logs.parse("llama_new_context: n_ctx = 8", "model:tiny", line.at)
+    other = logs.parse("llama_new_context: n_ctx = 8 \033[2J", "model:tiny", line.at)
     assert (other.at, other.fields) == (line.at, None)
-    assert logs.shown(other, colour=False).endswith("model:tiny     llama_new_context: n_ctx = 8")
+    assert logs.shown(other, colour=False).endswith("model:tiny     llama_new_context: n_ctx = 8 \ufffd[2J")
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("", True), ("1", False)])
+def test_no_color(monkeypatch: pytest.MonkeyPatch, no_color: str | None, coloured: bool) -> None:
+    """A terminal gets colours unless NO_COLOR is set to something; a file gets none."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as terminal, open(os.devnull, "w") as file:
+        assert (output.is_coloured(terminal), output.is_coloured(file)) == (coloured, False)

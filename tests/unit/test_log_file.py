@@ -82,6 +82,16 @@ def test_a_long_log_is_set_aside(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def test_a_link_in_a_logs_place_is_not_followed(tmp_path: Path) -> None:
+    """It is replaced, and what it pointed to stays as it was."""
+    other = tmp_path / "other"
+    other.write_text("mine")
+    path = tmp_path / "router.log"
+    path.symlink_to(other)
+    os.close(open_log(path))
+    assert (path.is_symlink(), other.read_text()) == (False, "mine")
+
+
 def test_a_full_disk_costs_lines_only() -> None:
     """Whoever writes to a log that takes nothing goes on."""
     descriptor = os.open("/dev/full", os.O_WRONLY)

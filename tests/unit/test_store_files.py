@@ -12,7 +12,7 @@ import pytest
 from barrel_inference.errors import TierUnavailable
 from barrel_inference.protocol import Location, Tier, Touch
 from barrel_inference.tiers import kvc, names
-from barrel_inference.tiers.image_root import TEMP_TTL_S
+from barrel_inference.tiers.image_root import TEMP_TTL_S, ImageRoot
 from barrel_inference.tiers.leases import Owner
 from barrel_inference.tiers.store import Want
 from barrel_inference.tiers.store_files import FileStore
@@ -149,6 +149,18 @@ def test_link_in_a_directorys_place_is_not_followed(root: Path, store: FileStore
     (tmp_path / "elsewhere").mkdir()
     (root / names.shard_of(OTHER)).symlink_to(tmp_path / "elsewhere")
     assert store.room(OWNER, [], [Want(OTHER, 2048)], give_back=False).locations == [None]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to another user")
+def test_root_that_is_anothers_link_is_refused(tmp_path: Path) -> None:
+    """In /dev/shm anybody can make a link that leads to a directory of ours."""
+    (tmp_path / "ours").mkdir()
+    link = tmp_path / "root"
+    link.symlink_to(tmp_path / "ours")
+    os.lchown(link, 12345, 12345)
+    with pytest.raises(TierUnavailable, match="belongs to another user"):
+        ImageRoot(link)
+    assert list((tmp_path / "ours").iterdir()) == []
 
 
 def test_fifo_in_a_files_place_does_not_block(root: Path, store: FileStore) -> None:

@@ -29,7 +29,7 @@ class ChatTemplate:
         self._special = {"bos_token": bos_text, "eos_token": eos_text}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as bad:
+        except Exception as bad:  # a template is foreign code: what it nests too deep is no TemplateError
             raise NotSupported(f"the model's chat template does not compile: {bad}") from bad
 
     def render(
@@ -46,12 +46,12 @@ class ChatTemplate:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise InvalidArgument(f"messages[{number}] has no role", hint='each needs "role" and "content"')
         try:
-            text = self._template.render(
+            data = self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as bad:  # the template is foreign code
-            raise InvalidArgument(f"the model's chat template refused the messages: {bad}") from bad
-        data = text.encode()
+            ).encode()
+        except Exception as bad:  # foreign code on a caller's messages: whatever it raises is no reason to die
+            why = str(bad) or type(bad).__name__
+            raise InvalidArgument(f"the model's chat template refused the messages: {why}") from bad
         if len(data) > MAX_RENDERED_BYTES:
             raise InvalidArgument(f"the rendered chat has {len(data)} bytes, the limit is {MAX_RENDERED_BYTES}")
         return data

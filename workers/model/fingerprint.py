@@ -153,7 +153,8 @@ def _remember(note: Path, digest: bytes) -> None:
     temporary = note.with_name(f"{note.name}.{os.getpid()}.tmp")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(digest.hex())
+        with temporary.open("x") as file:  # a new file, whatever link has its name
+            file.write(digest.hex())
         temporary.replace(note)
     except OSError:
         with contextlib.suppress(OSError):
