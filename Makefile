@@ -18,11 +18,11 @@ lint: .venv/.ready                ## style, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-bench: .venv/.ready               ## everything side by side with its floor and llama-server (builds it once); about an hour
+bench: .venv/.ready               ## everything side by side with its floor and llama-server (builds it once: 6 minutes); about 20 minutes
 	$(BIN)/pip install --quiet matplotlib cmake ninja
 	$(BIN)/python bench/run.py
 
-bench-quick: .venv/.ready         ## the same with few repetitions, about six minutes
+bench-quick: .venv/.ready         ## the same with few repetitions, about five minutes
 	$(BIN)/pip install --quiet matplotlib
 	$(BIN)/python bench/run.py --quick
 

@@ -100,7 +100,7 @@ class Bench:
             model = ours.load(client, "first", tier="disk", namespace="restart")
             ours.first_token(client, model, tokens)
             _settle(client)
-        for _ in range(3 if self.quick else 7):
+        for _ in range(3 if self.quick else 5):
             self.note("restart 2048", "floor", floor.restore(tokens, blocks) * 1e3)
             seconds, source = ours.restart_first_token(state_dir, tokens)
             assert source == "disk", source
@@ -115,7 +115,7 @@ class Bench:
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "decode", n_seq_max=8)
             for streams in (1, 4, 8):
-                for _ in range(3 if self.quick else 7):
+                for _ in range(3 if self.quick else 5):
                     self.note(f"decode {streams}", "floor", floor.decode_rate(streams, tokens), "tokens/s")
                     self.note(f"decode {streams}", "ours", ours.decode_rate(client, model, streams, tokens), "tokens/s")
                     # A stream of the peer that ends early leaves no time in which all of them generate.
@@ -130,7 +130,7 @@ class Bench:
         server = self.server(parallel=4)
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "herd", n_seq_max=4)
-            for turn in range(1 if self.quick else 4):
+            for turn in range(1 if self.quick else 3):
                 head = prompt(1024, seed=500 + turn)
                 prompts = [[*head, *prompt(32, seed=600 + turn * 10 + n)] for n in range(4)]
                 before = client.counters()["tokens_prefilled"]
@@ -164,7 +164,7 @@ class Bench:
         """Two models that decode at once, against one alone."""
         with Runtime() as runtime, runtime.client() as client:
             models = [ours.load(client, name) for name in ("one", "two")]
-            for _ in range(3 if self.quick else 7):
+            for _ in range(3 if self.quick else 5):
                 self.note("two models", "one alone", ours.decode_rate(client, models[0], 1, 96), "tokens/s")
                 with ThreadPoolExecutor(2) as pool:
                     rates = list(pool.map(lambda model: ours.decode_rate(client, model, 1, 96), models))
@@ -172,7 +172,7 @@ class Bench:
 
     def control(self) -> None:
         """Control call round trip, start of the tree, crash to ready of a helper."""
-        for _ in range(3 if self.quick else 7):
+        for _ in range(3 if self.quick else 5):
             began_s = time.perf_counter()
             with Runtime() as runtime, runtime.client() as client:
                 client.models()
@@ -189,7 +189,7 @@ class Bench:
         """Decode speed while a long prompt's save is written to disk, and while another process starts."""
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "saving", tier="disk", n_seq_max=2)
-            for turn in range(2 if self.quick else 7):
+            for turn in range(2 if self.quick else 5):
                 self.note("decode beside", "nothing", ours.decode_rate(client, model, 1, 96), "tokens/s")
                 client.prefill_only(model, prompt(2048, seed=3000 + turn))  # its save is written from now on
                 self.note("decode beside", "a save", ours.decode_rate(client, model, 1, 96), "tokens/s")
@@ -205,7 +205,7 @@ class Bench:
         floor = Floor(self.model_path)
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "pause")
-            for turn in range(1 if self.quick else 7):
+            for turn in range(1 if self.quick else 3):
                 tokens = prompt(2048, seed=4000 + turn)
                 floor.prefill(tokens)
                 began_s = time.perf_counter()
@@ -252,13 +252,13 @@ class Bench:
         """The caches that llama-cpp-python ships, in process, on the same prompt: first token after another prompt."""
         tokens = prompt(2048, seed=2048)
         for who, cache in own_caches.both():
-            for seconds in own_caches.warm(self.model_path, tokens, ours.VISITOR, cache, 2 if self.quick else 7):
+            for seconds in own_caches.warm(self.model_path, tokens, ours.VISITOR, cache, 3):
                 self.note("exact 2048", who, seconds * 1e3)
 
     def loading(self) -> None:
         """What a load takes more than a bare script that loads the model and makes the context."""
         with Runtime() as runtime, runtime.client() as client:
-            for turn in range(3 if self.quick else 7):
+            for turn in range(3 if self.quick else 5):
                 began_s = time.perf_counter()
                 subprocess.run(
                     [sys.executable, "-c", _BARE_LOAD, self.model_path], check=True, stderr=subprocess.DEVNULL
@@ -278,7 +278,7 @@ class Bench:
             stop = threading.Event()
             scraper = threading.Thread(target=_scrape, args=(folder / "metrics", stop))
             scraper.start()
-            for _ in range(5 if self.quick else 15):
+            for _ in range(4 if self.quick else 8):
                 for who, (client, model) in models.items():
                     self.note("metrics", who, ours.decode_rate(client, model, 1, 200), "tokens/s")
             stop.set()

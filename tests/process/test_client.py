@@ -78,7 +78,7 @@ def test_stream_survives_a_death(client: Client, victim: str) -> None:
     with client.stream("slow", PROMPT, response_tokens=TOKENS, seed=7) as stream:
         for event in stream:
             events.append(event)
-            if len(events) == 20:
+            if len(events) == 5:
                 kill(client, victim)
     result = events[-1].result
     assert result is not None
