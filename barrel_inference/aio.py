@@ -92,7 +92,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; requests under way are cancelled."""
         for stream in list(self._streams):
-            await stream.close()
+            await stream.cut_off()
         self._link.close()
 
     # --- models

@@ -64,12 +64,19 @@ class Stream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._ready:
-            events, progress, is_last = self._stream.take()
+            try:
+                events, progress, is_last = self._stream.take()
+            except BaseException:
+                self._arrivals.put(None)
+                raise
+            self._ready.extend(events)
             if progress is not None and self._stream.on_progress is not None:
                 self._stream.on_progress(progress)
-            self._ready.extend(events)
             if not events:
                 if is_last:
+                    self._arrivals.put(None)  # whoever else reads it has to see the end too
+                    if self._stream.was_cut_off:
+                        raise NoRuntime("the client is closed", hint="make a new Client")
                     raise StopIteration
                 self._wait()
         return self._ready.popleft()

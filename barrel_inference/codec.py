@@ -83,10 +83,15 @@ def decode_request(header: Header, body: bytes) -> Message:
 
 
 def error_body(error: BarrelError) -> ErrorBody:
-    """An exception as it travels."""
+    """An exception as it travels; file names and templates may have put what is no text into its words."""
     return ErrorBody(
-        code=error.code, message=error.message, hint=error.hint, retryable=error.retryable, details=error.details
-    )
+        code=error.code, message=_text(error.message), hint=error.hint and _text(error.hint), retryable=error.retryable,
+        details=error.details,
+    )  # fmt: skip
+
+
+def _text(words: str) -> str:
+    return words.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(body: ErrorBody) -> BarrelError:

@@ -323,7 +323,10 @@ def _resolve_model(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("backend", "llama") != "stub" and not path.startswith(("pkg:", "file:///")):
         found["model_path"] = _absolute(path)
     if "adapters" in options:
-        found["adapters"] = [[_absolute(adapter), scale] for adapter, scale in options["adapters"]]
+        found["adapters"] = [
+            [adapter if adapter.startswith("file:///") else _absolute(adapter), scale]
+            for adapter, scale in options["adapters"]
+        ]
     return found
 
 

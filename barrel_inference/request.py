@@ -43,7 +43,7 @@ class ContinueOptions(SamplingOptions, total=False):
     thinking_budget_tokens: int | None  # after so many the thinking is ended
     deadline_s: float | None
     parse_special: bool  # control tokens that the prompt spells out are such
-    event_interval_ms: int  # of a stream: one event in each interval of that length; 0: one for each token
+    event_interval_ms: int  # of a stream: one event in each such interval, 0: one a token; whole replies: 250
 
 
 class CompleteOptions(ContinueOptions, total=False):

@@ -8,7 +8,7 @@ from typing import Any
 
 from barrel_inference import codec, protocol, resubmission
 from barrel_inference.credit import Credit
-from barrel_inference.errors import BarrelError, InternalError, ModelDown
+from barrel_inference.errors import BarrelError, InternalError, ModelDown, NoRuntime
 from barrel_inference.link import Deadline, Link, answer, new_id, within
 from barrel_inference.protocol import Cancel, Complete, Completed, Progress, TokenEvent
 from barrel_inference.resubmission import ConnectionLost, Delivered, Tally
@@ -45,6 +45,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         self._arrived = asyncio.Event()
         self._is_cancelled = False
         self._is_over = False  # nothing more will arrive
+        self.was_cut_off = False  # its client was closed before its end
         self._loop = asyncio.get_running_loop()
         self._driver = self._loop.create_task(self._drive())
 
@@ -73,6 +74,8 @@ class AsyncStream(AsyncIterator[StreamEvent]):
                 if self._error is not None:
                     error, self._error = self._error, None
                     raise error
+                if self.was_cut_off:
+                    raise NoRuntime("the client is closed", hint="make a new client")
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
@@ -117,6 +120,11 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         """End it without waiting for `done`; a request that still runs is cancelled in the runtime."""
         self.abandon()
         await asyncio.wait([self._driver])
+
+    async def cut_off(self) -> None:
+        """`close` under its reader, who is told."""
+        self.was_cut_off = not self._is_over
+        await self.close()
 
     def abandon(self) -> None:
         """`close` for those who cannot wait."""

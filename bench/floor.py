@@ -1,4 +1,4 @@
-"""The floor: what llama.cpp itself needs, called by hand in a bare script. Nothing of ours takes part."""
+"""The floor: what llama.cpp itself needs, called by hand in a bare script, its threads set up and placed as ours are."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ def _quiet(_level: int, _text: bytes, _data: object) -> None:
 
 
 @contextlib.contextmanager
-def _spread() -> Iterator[None]:
+def spread() -> Iterator[None]:
     """llama.cpp's threads each on a core of its own, as ours; afterwards this thread serves the bench's clients anywhere."""
     cores.spread(team=THREADS, working=THREADS)
     try:
@@ -71,7 +71,7 @@ class Floor:
         for seq in range(STREAMS + 1):
             L.llama_memory_seq_rm(self.memory, seq, -1, -1)
 
-    @_spread()
+    @spread()
     def prefill(self, tokens: list[int], seq: int = 0) -> float:
         """Seconds from an emptied context to the first token."""
         self.clear()
@@ -96,7 +96,7 @@ class Floor:
             blocks.append(data)
         return blocks
 
-    @_spread()
+    @spread()
     def restore(self, tokens: list[int], blocks: list[ctypes.Array[ctypes.c_uint8]]) -> float:
         """Seconds to import the blocks into an emptied context and decode the last token."""
         self.clear()
@@ -111,7 +111,7 @@ class Floor:
         self.greedy(-1)
         return time.perf_counter() - began_s
 
-    @_spread()
+    @spread()
     def decode_rate(self, streams: int, tokens: int) -> float:
         """Tokens per second of `streams` sequences that generate together, all of them counted."""
         self.clear()

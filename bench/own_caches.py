@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import llama_cpp
+from floor import spread
 from workload import N_BATCH, N_CTX, THREADS
 
 CAPACITY_BYTES = 4 * 2**30
@@ -34,8 +35,9 @@ def warm(
     def first(prompt: list[int]) -> float:
         began_s = time.perf_counter()
         arrived_s = 0.0
-        for _ in llama.create_completion(prompt, max_tokens=1, temperature=0.0, stream=True):
-            arrived_s = arrived_s or time.perf_counter() - began_s
+        with spread():
+            for _ in llama.create_completion(prompt, max_tokens=1, temperature=0.0, stream=True):
+                arrived_s = arrived_s or time.perf_counter() - began_s
         return arrived_s
 
     first(tokens)

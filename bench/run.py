@@ -57,7 +57,7 @@ def main() -> None:
     about = machine()
     bench = Bench(quick=given.quick, server=server)
     results = RESULTS / "quick" if given.quick else RESULTS
-    results.mkdir(exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
     table = ""
     for name in given.only or [name for name in SCENARIOS if not (given.quick and name in SLOW)]:
         print(f"{name} ...", flush=True)

@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, *, quick: bool, server: Path | None) -> None:
         self.quick = quick
         self.server_binary = server
-        self.repeats = 5 if quick else 15
+        self.repeats = 5 if quick else 9
         self.cells: dict[str, dict[str, Samples]] = {}
         self.model_path = str(resolve(MODEL))
 

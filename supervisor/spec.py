@@ -19,8 +19,8 @@ _FILE_TIER_READY_MS = 300_000
 
 # llama.cpp's threads spin at a barrier after each graph node. Without a bound, one busy neighbour makes a token take seconds;
 # with less than some 5,000 turns they fall asleep at every barrier where memory is slow, and a token takes three times as long.
-# And active: libgomp cuts the bound of others to 100 once a process has more threads than cores, which the engine thread is
-# enough for; on two cores that cost 40 % of the decode rate.
+# And active: libgomp cuts the bound once a process has more OpenMP threads than cores, to 1,000 then, and to 100 without it;
+# on two cores that cost 40 % of the decode rate.
 MODEL_ENVIRONMENT = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "10000", "GGML_NO_BACKTRACE": "1"}
 
 # The id is a socket's name in the runtime directory; `supervisor` is the supervisor's own.

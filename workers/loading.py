@@ -86,10 +86,10 @@ class Loader:
 
     def check_roots(self, path: object, adapters: list[tuple[str, float]]) -> None:
         """Raise if a caller names a file outside `limits.model_roots`; what the configuration names may lie anywhere."""
-        named = [adapter_path for adapter_path, _scale in adapters]
+        named = [model_path.from_text(adapter_path) for adapter_path, _scale in adapters]
         if isinstance(path, str) and not self._is_configured(path) and not path.startswith("pkg:"):
-            named.append(path)
-        named = [model_path.from_text(name) for name in named]
+            first = Path(os.path.abspath(model_path.from_text(path)))  # as it will be loaded
+            named += [str(first.parent / part) for part in model_path.part_names(first.name)]
         if outside := outside_roots(named, self.settings["limits"].get("model_roots", [])):
             raise InvalidArgument(
                 f"{outside[0]!r} is in none of limits.model_roots", hint="move it there, or name it in [models]"

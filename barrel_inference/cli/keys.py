@@ -107,7 +107,7 @@ def _give_to_owner(directory: Path, *made: str | Path) -> None:
     if os.getuid() == 0:
         owner = directory.stat()
         for path in made:
-            os.chown(path, owner.st_uid, owner.st_gid)
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def _names(directory: Path) -> list[str]:

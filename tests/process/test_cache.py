@@ -70,6 +70,17 @@ def test_cold_then_exact(client: Client, tier: str) -> None:
     client.unload(model)
 
 
+@pytest.mark.parametrize("tier", FILE_TIERS)
+def test_a_save_larger_than_the_memory_that_it_waits_in(client: Client, tier: str) -> None:
+    """All of it is stored: later nodes wait for the room of earlier ones, which are on their way to files."""
+    model = load(client, tier=tier, bytes_per_token=16384)  # a node has 4 MiB, and there are 16
+    prompt = list(range(1, 1601))
+    ask(client, model, prompt)
+    again = ask(client, model, prompt)
+    assert (again.cache_hit_kind, again.hit_source, again.cache_delta.read) == ("exact", tier, 1600)
+    client.unload(model)
+
+
 def test_live_cells_come_first(client: Client) -> None:
     """While the sequence still holds a prompt, that is used, and no tier is asked to give anything."""
     model = load(client)

@@ -178,7 +178,18 @@ def test_closed_client(runtime: Runtime, client: Client) -> None:
     wait_for(lambda: client.queue_depth("slow") == 0)
     with pytest.raises(NoRuntime):
         closing.models()
+    with pytest.raises(NoRuntime):  # a text that is cut off does not look like one that has ended
+        list(stream)
     stream.close()
+
+
+def test_two_threads_may_read_one_stream(client: Client) -> None:
+    """Each event goes to one of them, and both see the end."""
+    stream = client.stream("slow", PROMPT, response_tokens=TOKENS, event_interval_ms=0)
+    with ThreadPoolExecutor(2) as pool:
+        shares = list(pool.map(lambda _number: list(stream), range(2)))
+    assert sum(len(event.token_ids) for share in shares for event in share) == TOKENS
+    assert sum(event.result is not None for share in shares for event in share) == 1
 
 
 def test_paused_reader_loses_nothing(client: Client) -> None:

@@ -111,8 +111,13 @@ def test_a_split_model_that_is_not_whole(client: Client, runtime: Runtime, tmp_p
     """A missing part is named, and so is the first part where another was given."""
     tiny_gguf.write_model("dense", tmp_path / "split.gguf", tensors_per_file=10)
     parts = sorted(tmp_path.glob("split-*.gguf"))
-    with pytest.raises(BadModel, match=f"load {parts[0].name}"):
+    with pytest.raises(BadModel, match=f"load '{parts[0].name}'"):
         tiny(client, parts[-1], "victim")
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff-00002-of-00002.gguf")
+    with pytest.raises(
+        BadModel, match="not the first part"
+    ):  # what the error names is no text, and is told all the same
+        client.load_model(odd, "victim")
     parts[-1].unlink()
     with pytest.raises(BadModel, match=f"{parts[-1].name}.*No such file"):
         tiny(client, parts[0], "victim")

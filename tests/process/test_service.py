@@ -292,12 +292,14 @@ def test_models_come_from_their_roots(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out.gguf").write_bytes(b"GGUF")
     (tmp_path / "in" / "link.gguf").symlink_to(tmp_path / "out.gguf")
+    (tmp_path / "in" / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
+    (tmp_path / "in" / "m-00002-of-00002.gguf").symlink_to(tmp_path / "out.gguf")
     config = {
         "limits": {"model_roots": [str(tmp_path / "in")]},
         "tiers": {"ram": {"quota_bytes": "64MiB"}, "ram_file": {"enabled": False}, "disk": {"enabled": False}},
     }
     with Runtime(config) as runtime, runtime.client() as client:
-        for path in ("out.gguf", "in/../out.gguf", "in/link.gguf", "in/../\udcff.gguf"):
+        for path in ("out.gguf", "in/../out.gguf", "in/link.gguf", "in/../\udcff.gguf", "in/m-00001-of-00002.gguf"):
             with pytest.raises(InvalidArgument, match="model_roots"):
                 client.load_model(str(tmp_path / path), "m")
         with pytest.raises(InvalidArgument, match="model_roots"):

@@ -52,6 +52,6 @@ def test_tools_that_nest_too_deep() -> None:
 
 
 def test_a_template_that_nests_too_deep() -> None:
-    """It does not compile, and the model is loaded without one."""
+    """It does not compile; the first chat is told so."""
     with pytest.raises(NotSupported, match="does not compile"):
         ChatTemplate("{{" + "(" * 100_000 + "}}", bos_text="", eos_text="")

@@ -216,8 +216,14 @@ def test_text_that_is_not_toml() -> None:
 def test_adapters_become_absolute() -> None:
     """As the model's own path does: a daemon has another working directory."""
     found = config.settings_from(
-        config.lay_over({"models": {"m": {"model_path": "file:///x%FF.gguf", "adapters": [["a.gguf", 0.5]]}}})
+        config.lay_over(
+            {
+                "models": {
+                    "m": {"model_path": "file:///x%FF.gguf", "adapters": [["a.gguf", 0.5], ["file:///b%FF.gguf", 1]]}
+                }
+            }
+        )
     )
     assert config.resolve(found).models["m"] == {
-        "model_path": "file:///x%FF.gguf", "adapters": [[str(Path("a.gguf").absolute()), 0.5]],
+        "model_path": "file:///x%FF.gguf", "adapters": [[str(Path("a.gguf").absolute()), 0.5], ["file:///b%FF.gguf", 1]],
     }  # fmt: skip

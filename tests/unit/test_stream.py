@@ -53,6 +53,17 @@ def test_streams_send_at_the_same_instants() -> None:
     assert streams[0].next_s == streams[1].next_s
 
 
+def test_who_cannot_send_is_not_waited_for() -> None:
+    """A reader without credit, or one that waits for its end only, says nothing about when others may send."""
+    stream = Stream(Reader().take, credit=1, seed=1, interval_s=0.02)
+    assert stream.can_send
+    stream.push([token(1)], now_s=10.005)
+    assert not stream.can_send
+    stream.grant(1, now_s=10.005)
+    stream.push([token(2)], now_s=10.006)
+    assert stream.can_send
+
+
 def test_last_tokens_go_at_once() -> None:
     """What ends a reply is not held back, though its request ends a decode call later."""
     reader = Reader()

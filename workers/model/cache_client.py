@@ -35,6 +35,10 @@ LOOKUP_DEADLINE_S = 2.0
 CALL_DEADLINE_S = 10.0
 WRITE_DEADLINE_S = 120.0
 
+# A save that waits for staging memory holds its sequence. A disk that has not made room by then is slower than the prompts
+# that come: the rest of the save is dropped.
+STAGING_WAIT_S = 10.0
+
 # More than an image has beside its cells: header, tokens, text.
 _IMAGE_HEAD_BYTES = 64 * 1024
 
@@ -90,13 +94,13 @@ class CacheClient:
         self._next_writer = 0
         self._planning = asyncio.Lock()
         self._staged: dict[int, int] = {}  # offset in the staging arena by reservation token
+        self._slab_freed = asyncio.Event()
 
     def warm_up(self) -> None:
         """The first restore after a start finds its memory touched: page faults are most of the difference to later ones."""
         info = self.engine.info
         if info.cacheable and info.has_cells and info.n_cells:
-            node_bytes = info.memory_bytes.get("kv", 0) // info.n_cells * self.block_tokens
-            self._readers.submit(self.reader.warm, node_bytes + _IMAGE_HEAD_BYTES)
+            self._readers.submit(self.reader.warm, image_bytes(self.engine, self.block_tokens))
 
     def namespace(self, salt: bytes) -> Namespace:
         """The namespace of a tenant's requests to this model."""
@@ -211,11 +215,16 @@ class CacheClient:
                                 sum(part.end - part.start for part in parts if part.token))  # fmt: skip
             if not accepted.done():
                 accepted.set_result(result)
-            granted = [part for part in parts if part.token]
-            writes = [await self._pack(order, namespace, part) for part in granted]
+            writes = []
+            room_until_s = time.monotonic() + STAGING_WAIT_S
+            for part in parts:
+                if part.token:
+                    view = await self._pack(order, namespace, part, room_until_s)
+                    # At once: a save that is larger than the staging memory needs what its own first nodes take of it.
+                    writes.append(asyncio.create_task(self._finish_part(namespace, part, view)))
             self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
             packed = True
-            await asyncio.gather(*(self._finish_part(namespace, part, view) for part, view in writes))
+            await asyncio.gather(*writes)
             if complete and (order.pinned or (plan.inside_key is not None and not parts)):
                 await self._mark(order, namespace, plan, parts)
         except BarrelError as error:
@@ -316,13 +325,15 @@ class CacheClient:
                 dropped = True
         return not dropped
 
-    async def _pack(self, order: SaveOrder, namespace: Namespace, part: _Part) -> tuple[_Part, memoryview | None]:
+    async def _pack(
+        self, order: SaveOrder, namespace: Namespace, part: _Part, room_until_s: float
+    ) -> memoryview | None:
         """Export one node into its slab, or into staging; None = there was no room, or the cells were gone."""
-        view = await self._target(part)
+        view = await self._target(part, room_until_s)
         if view is None:
             self.actor.cast("index", protocol.Abort(tokens=[part.token]))
             self.actor.count(saves_dropped=1)
-            return part, None
+            return None
         layout = self._layout(part, namespace)
 
         def export() -> bool:
@@ -337,8 +348,8 @@ class CacheClient:
         if not await self._on_engine(export):
             self._release_target(part)
             self.actor.cast("index", protocol.Abort(tokens=[part.token], reason="failed"))
-            return part, None
-        return part, view
+            return None
+        return view
 
     async def _finish_part(self, namespace: Namespace, part: _Part, view: memoryview | None) -> None:
         """Seal an image and publish it; a tier that fails makes it a miss later, not an error now."""
@@ -405,8 +416,8 @@ class CacheClient:
 
     # --- memory
 
-    async def _target(self, part: _Part) -> memoryview | None:
-        """Warm memory for an image: the leased slab of an arena, or a staging slab."""
+    async def _target(self, part: _Part, room_until_s: float) -> memoryview | None:
+        """Warm memory for an image: the leased slab of an arena, or a staging slab as soon as one is free."""
         assert part.location is not None
         size = part.node.size_bytes
         if not part.location.name:
@@ -416,11 +427,14 @@ class CacheClient:
             mapping = self.reader.mapping(part.location)
             await asyncio.to_thread(mapping.prefault, part.location.offset, size)
             return mapping.view(part.location.offset, size)
-        if self.staging is None:
+        if self.staging is None or size > self.staging.capacity_bytes:
             return None
-        offset = self.staging.allocate(size)
-        if offset is None:
-            return None
+        while (offset := self.staging.allocate(size)) is None:
+            self._slab_freed.clear()
+            try:
+                await asyncio.wait_for(self._slab_freed.wait(), room_until_s - time.monotonic())
+            except TimeoutError:
+                return None
         self._staged[part.token] = offset
         return self.staging.view(offset, size)
 
@@ -428,6 +442,7 @@ class CacheClient:
         offset = self._staged.pop(part.token, None)
         if offset is not None and self.staging is not None:
             self.staging.free(offset)
+            self._slab_freed.set()
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
         """Run a function as a chore of the engine thread."""
@@ -449,6 +464,12 @@ class CacheClient:
             start_tokens=node.start_tokens, token_ids=node.token_ids, token_bytes=node.token_bytes, text=node.text,
             reason=node.reason, snapshot=node.snapshot, pinned=node.pinned, created_unix_s=float(int(time.time())),
         )  # fmt: skip
+
+
+def image_bytes(engine: Engine, block_tokens: int) -> int:
+    """About what the image of a whole node takes."""
+    info = engine.info
+    return info.memory_bytes.get("kv", 0) // max(1, info.n_cells) * block_tokens + info.logits_bytes + _IMAGE_HEAD_BYTES
 
 
 def _end(node: MatchedNode) -> int:

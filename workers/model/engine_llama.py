@@ -141,7 +141,15 @@ class LlamaEngine:
         most = llama_load.threads_of(self._options.context)
         single, batch = most if self._options.context.deterministic else (min(most[0], count), min(most[1], count))
         L.llama_set_n_threads(self._context, single, batch)
-        cores.spread(team=max(most), working=min(single, batch))
+        self.place_threads(single, batch)
+
+    def place_threads(self, single: int, batch: int) -> None:
+        """Each on a core of its own if so many need all cores; 0 = anywhere. The calling thread is one of them."""
+        most = llama_load.threads_of(self._options.context)
+        # Teams of two sizes: what the larger one has more is made anew each time, where its maker is bound. And with layers
+        # on a GPU the cores have little to do.
+        if most[0] == most[1] and self._options.llama is not None and not self._options.llama.n_gpu_layers:
+            cores.spread(team=most[0], working=min(single, batch))
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """See `Engine`; of length 1, pooled as the model says, by the mean if it says nothing."""

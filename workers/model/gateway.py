@@ -6,7 +6,7 @@ Implements `Effects`: each method hops from the engine thread to the loop.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from barrel_inference import codec, protocol
@@ -77,7 +77,7 @@ class Gateway:
         actor: Actor,
         *,
         markers: Markers,
-        render_chat: Callable[[Complete], bytes],
+        render_chat: Callable[[Complete], Awaitable[bytes]],
         row: Callable[[], ModelRow],
         on_changed: Callable[[], None],
     ) -> None:
@@ -184,7 +184,7 @@ class Gateway:
             raise NotSupported(f"model {self.cache.model_id!r} {reason}")
         prompt = spec.prompt
         if spec.messages is not None:
-            text = await asyncio.to_thread(self.render_chat, spec)
+            text = await self.render_chat(spec)
             tokens = await self.tokens_of(text, add_special=False, parse_special=True)
         elif isinstance(prompt, list):
             tokens = list(prompt)
@@ -311,11 +311,11 @@ class Gateway:
     # --- Effects: called on the engine thread
 
     def _pump_streams(self) -> float:
-        """Send what is due; returns when the next stream that has begun may send again."""
+        """Send what is due; returns when the next stream that has begun may send again. On the loop."""
         now_s = time.monotonic()
         for entry in list(self.open.values()):
             entry.stream.pump(now_s)
-        return min((entry.stream.next_s for entry in self.open.values() if entry.stream.next_s), default=0.0)
+        return min((e.stream.next_s for e in self.open.values() if e.stream.next_s and e.stream.can_send), default=0.0)
 
     def resolve(self, job: Job, live_tokens: int) -> None:
         """Look a prompt up, then hand what was found to the scheduler."""

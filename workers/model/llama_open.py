@@ -9,7 +9,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as L
 
 from barrel_inference.errors import BadModel
-from barrel_inference.workers.model import cores, fingerprint, llama_load, residency
+from barrel_inference.workers.model import fingerprint, llama_load, residency
 from barrel_inference.workers.model.engine import EngineInfo, NoCells, StepFailed, StepInterrupted
 from barrel_inference.workers.model.engine_llama import LlamaEngine
 from barrel_inference.workers.model.grammar_limits import MAX_GRAMMAR_BYTES
@@ -61,12 +61,11 @@ def load(
     info = dataclasses.replace(info, embeddings_only=embeddings_only, warnings=_warnings(model, options))
     engine = LlamaEngine(model, context, options, files, info, log, grammar_bytes)
     if context:
-        threads = llama_load.threads_of(options.context)
-        cores.spread(team=max(threads), working=min(threads))
+        engine.place_threads(*llama_load.threads_of(options.context))
         try:
             _first_decode(engine, context, options, log)
         finally:
-            cores.spread(team=max(threads), working=0)  # this thread goes on to do other things
+            engine.place_threads(0, 0)  # this thread goes on to do other things
     on_progress(1.0)
     return engine
 

@@ -83,7 +83,7 @@ def files_of(path: Path) -> list[Path]:
     """
     names = part_names(path.name)
     if names[0] != path.name:
-        raise BadModel(f"{str(path)!r} is not the first part of its model", hint=f"load {names[0]}")
+        raise BadModel(f"{str(path)!r} is not the first part of its model", hint=f"load {names[0]!r}")
     files = [path.parent / name for name in names]
     for file in files:
         check_file(file, "model file" if len(files) == 1 else "model part")
@@ -105,8 +105,7 @@ def check_file(path: Path, what: str) -> None:
         with path.open("rb") as opened:
             magic = opened.read(len(_MAGIC))
     except FileNotFoundError as bad:
-        hint = f"it is a link to {os.readlink(path)!r}" if path.is_symlink() else "check the path"
-        raise BadModel(f"{shown} cannot be read: {bad.strerror}", hint=hint) from None
+        raise BadModel(f"{shown} cannot be read: {bad.strerror}", hint=_where_it_leads(path)) from None
     except OSError as bad:
         hint = f"the runtime reads it as uid {os.geteuid()}"
         raise BadModel(f"{shown} cannot be read: {bad.strerror}", hint=hint) from None
@@ -114,3 +113,10 @@ def check_file(path: Path, what: str) -> None:
         raise BadModel(f"{shown} is empty", hint="copy or download it again")
     if magic != _MAGIC:
         raise BadModel(f"{shown} is no GGUF file: it begins with {magic!r}", hint="name a .gguf file")
+
+
+def _where_it_leads(path: Path) -> str:
+    try:
+        return f"it is a link to {os.readlink(path)!r}"
+    except OSError:
+        return "check the path"

@@ -50,5 +50,8 @@ class Outbox:
             self._calls.popleft()()
         if self._timer is not None:
             self._timer.cancel()
+        began_s = (
+            time.monotonic()
+        )  # before: an engine thread that has seen the rest relies on the timer, however late it is
         self._resting_until_s = until_s = self._after()
-        self._timer = self._loop.call_at(until_s, self.deliver) if until_s > time.monotonic() else None
+        self._timer = self._loop.call_at(until_s, self.deliver) if until_s > began_s else None

@@ -12,6 +12,7 @@ import functools
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from barrel_inference.tiers.arena import Arena
 from barrel_inference.tiers.policy import Policy
 from barrel_inference.workers.model import options as model_options
 from barrel_inference.workers.model import residency
-from barrel_inference.workers.model.cache_client import CacheClient
+from barrel_inference.workers.model.cache_client import CacheClient, image_bytes
 from barrel_inference.workers.model.call_age import CallAge
 from barrel_inference.workers.model.cores import thread_share, usable_cores
 from barrel_inference.workers.model.engine import Engine
@@ -67,6 +68,8 @@ class ModelProcess:
         self.staging: Arena | None = None
         self.threads = 0
         self._adapters_lock = asyncio.Lock()
+        # One thread for templates, which are foreign code: an endless one holds up chats and nothing else.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._age = CallAge(time.monotonic())
         self._row_due = False
         self._row_sent_s = 0.0
@@ -77,7 +80,9 @@ class ModelProcess:
     async def start(self, actor: Actor) -> dict[str, Any]:
         """Load the model; ready when it can answer."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.engine = await asyncio.to_thread(self._load)
+        # On a thread that ends: with it go the OpenMP threads that computed for it, as libgomp spins less once they are too many.
+        with ThreadPoolExecutor(1, thread_name_prefix="load") as own:
+            self.engine = await actor.loop.run_in_executor(own, self._load)
         for warning in self.engine.info.warnings:
             actor.log.warning("model.warned", reason=warning)
         fingerprint = self.engine.info.fingerprint
@@ -170,7 +175,9 @@ class ModelProcess:
         """Saves to a file tier wait for their writer in memory of our own."""
         if self.options.tier == protocol.Tier.RAM or not self.engine.info.cacheable:
             return
-        self.staging = Arena(int(self.settings["writer"]["staging_bytes"]))
+        # A node for each writer at least, however large the model's are.
+        size = max(int(self.settings["writer"]["staging_bytes"]), 2 * image_bytes(self.engine, self._block_tokens()))
+        self.staging = Arena(size)
         self.staging.serve(self.actor.runtime_dir / f"{self.actor.id}.arena", self.actor.incarnation)
 
     def _register(self) -> None:
@@ -226,11 +233,16 @@ class ModelProcess:
         return protocol.Text(data=b"".join(map(self.engine.special_piece, message.ids)))
 
     async def _apply_template(self, message: protocol.ApplyTemplate, _request: Request) -> protocol.TokenIds:
-        text = await asyncio.to_thread(self._render, message.messages, message.tools, message.add_generation_prompt)
+        text = await self._rendered(message.messages, message.tools, message.add_generation_prompt)
         return protocol.TokenIds(ids=await self.gateway.tokens_of(text, add_special=False, parse_special=True))
 
-    def _render_chat(self, spec: Complete) -> bytes:
-        return self._render(spec.messages or [], spec.tools, True)
+    async def _render_chat(self, spec: Complete) -> bytes:
+        return await self._rendered(spec.messages or [], spec.tools, True)
+
+    async def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_prompt: bool
+    ) -> bytes:
+        return await self.actor.loop.run_in_executor(self._renderer, self._render, messages, tools, add_prompt)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_prompt: bool) -> bytes:
         return self._template.render(messages, tools=tools, add_generation_prompt=add_prompt)

@@ -30,6 +30,11 @@ class Stream:
         self._finish: Callable[[], None] | None = None
         self._is_last_call = False
 
+    @property
+    def can_send(self) -> bool:
+        """Would another piece be sent when its time comes?"""
+        return self._credit > 0 and self._finish is None
+
     def grant(self, events: int, now_s: float) -> None:
         """The caller is ready for more events."""
         self._credit += events
