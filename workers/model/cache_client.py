@@ -5,6 +5,7 @@ chores between decode calls.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import time
@@ -25,7 +26,7 @@ from barrel_inference.workers.model.chain import cut_points, find_seam
 from barrel_inference.workers.model.effects import ComingNode, Found, SaveOrder, StoredNode
 from barrel_inference.workers.model.engine import Engine, Logits
 from barrel_inference.workers.model.images import ImageReader
-from barrel_inference.workers.model.job import Job
+from barrel_inference.workers.model.job import Job, Stage
 from barrel_inference.workers.model.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -35,9 +36,10 @@ LOOKUP_DEADLINE_S = 2.0
 CALL_DEADLINE_S = 10.0
 WRITE_DEADLINE_S = 120.0
 
-# A save that waits for staging memory holds its sequence. A disk that has not made room by then is slower than the prompts
-# that come: the rest of the save is dropped.
+# A save that waits for staging memory holds its sequence. When a request wants one, or the disk has not made room by then,
+# the rest of the save is dropped: nobody waits for a slow disk.
 STAGING_WAIT_S = 10.0
+STAGING_LOOK_S = 0.05
 
 # More than an image has beside its cells: header, tokens, text.
 _IMAGE_HEAD_BYTES = 64 * 1024
@@ -215,15 +217,20 @@ class CacheClient:
                                 sum(part.end - part.start for part in parts if part.token))  # fmt: skip
             if not accepted.done():
                 accepted.set_result(result)
-            writes = []
+            exported: list[tuple[_Part, memoryview | None]] = []
+            writes: list[asyncio.Task[None]] = []
+
+            def write() -> None:
+                writes.extend(asyncio.create_task(self._finish_part(namespace, part, view)) for part, view in exported)
+                exported.clear()
+
             room_until_s = time.monotonic() + STAGING_WAIT_S
             for part in parts:
                 if part.token:
-                    view = await self._pack(order, namespace, part, room_until_s)
-                    # At once: a save that is larger than the staging memory needs what its own first nodes take of it.
-                    writes.append(asyncio.create_task(self._finish_part(namespace, part, view)))
+                    exported.append((part, await self._pack(order, namespace, part, write, room_until_s)))
             self.scheduler.post(lambda: self.scheduler.save_packed(order.seq))
             packed = True
+            write()
             await asyncio.gather(*writes)
             if complete and (order.pinned or (plan.inside_key is not None and not parts)):
                 await self._mark(order, namespace, plan, parts)
@@ -326,10 +333,10 @@ class CacheClient:
         return not dropped
 
     async def _pack(
-        self, order: SaveOrder, namespace: Namespace, part: _Part, room_until_s: float
+        self, order: SaveOrder, namespace: Namespace, part: _Part, make_room: Callable[[], None], room_until_s: float
     ) -> memoryview | None:
         """Export one node into its slab, or into staging; None = there was no room, or the cells were gone."""
-        view = await self._target(part, room_until_s)
+        view = await self._target(part, make_room, room_until_s)
         if view is None:
             self.actor.cast("index", protocol.Abort(tokens=[part.token]))
             self.actor.count(saves_dropped=1)
@@ -416,8 +423,13 @@ class CacheClient:
 
     # --- memory
 
-    async def _target(self, part: _Part, room_until_s: float) -> memoryview | None:
-        """Warm memory for an image: the leased slab of an arena, or a staging slab as soon as one is free."""
+    async def _target(self, part: _Part, make_room: Callable[[], None], room_until_s: float) -> memoryview | None:
+        """Warm memory for an image: the leased slab of an arena, or a staging slab as soon as one is free.
+
+        Args:
+            make_room: sends what the save has in staging memory on its way. Not before it has to: sealing takes memory's
+                speed from the exports, which the engine waits for.
+        """
         assert part.location is not None
         size = part.node.size_bytes
         if not part.location.name:
@@ -430,11 +442,13 @@ class CacheClient:
         if self.staging is None or size > self.staging.capacity_bytes:
             return None
         while (offset := self.staging.allocate(size)) is None:
-            self._slab_freed.clear()
-            try:
-                await asyncio.wait_for(self._slab_freed.wait(), room_until_s - time.monotonic())
-            except TimeoutError:
+            make_room()
+            is_wanted = any(job.stage is Stage.PLACING for job in self.scheduler.waiting)
+            if is_wanted or time.monotonic() > room_until_s:
                 return None
+            self._slab_freed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._slab_freed.wait(), STAGING_LOOK_S)
         self._staged[part.token] = offset
         return self.staging.view(offset, size)
 
