@@ -23,7 +23,7 @@ POLICY = {
 }  # fmt: skip
 
 
-def wait_for(look: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
+def wait_for(look: Callable[[], T | None], what: str = "it came to hold", deadline_s: float = DEADLINE_S) -> T:
     """What `look` finds, as soon as it finds anything."""
     end_s = time.monotonic() + deadline_s
     while True:

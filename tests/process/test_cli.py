@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from barrel_inference import Client
+from tests.process.killing import wait_for
 
 DEADLINE_S = 60
 BARRELCTL = [sys.executable, "-P", "-m", "barrel_inference.cli.main"]
@@ -56,14 +56,6 @@ def run(folder: Path, *arguments: str, text: str = "") -> "subprocess.CompletedP
         [*BARRELCTL, *arguments], input=text, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         env=environment(folder),
     )  # fmt: skip
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until it holds."""
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s, "it never came to hold"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

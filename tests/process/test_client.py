@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from barrel_inference import (
     StreamEvent,
 )
 from barrel_inference.runtime import read_settings, start_daemon, stop_daemon
+from tests.process.killing import wait_for
 
 DEADLINE_S = 30
 CONFIG = {
@@ -37,14 +38,6 @@ CONFIG = {
 }
 PROMPT = "1 2 3 4 5 6 7"
 TOKENS = 120
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until it holds."""
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s, "it never came to hold"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -12,6 +11,7 @@ import zmq
 
 from barrel_inference import Client, Runtime
 from barrel_inference.protocol import MAX_MESSAGE_BYTES
+from tests.process.killing import wait_for
 
 DEADLINE_S = 30
 CONFIG = {
@@ -65,14 +65,6 @@ class PlainClient:
         """Go without a word."""
         self._socket.close()
         self._context.term()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until it holds."""
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s, "it never came to hold"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

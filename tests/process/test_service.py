@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from barrel_inference import Client, Runtime
 from barrel_inference.errors import BadModel, InvalidArgument, NoRuntime
 from barrel_inference.protocol import Reload, Reloaded
 from barrel_inference.runtime import ask_supervisor, read_settings, start_daemon, stop_daemon
+from tests.process.killing import wait_for
 
 DEADLINE_S = 60
 
@@ -88,14 +89,6 @@ class Service:
             self.hear("nothing begins like this")
         self._manager.close()
         return self.process.wait(DEADLINE_S)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Return when it holds; fails after a deadline."""
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
 
 
 @pytest.fixture

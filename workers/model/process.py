@@ -144,7 +144,7 @@ class ModelProcess:
     @functools.cached_property
     def _template(self) -> "ChatTemplate":
         """The model's own chat template, compiled when it is first needed; raises `NotSupported`."""
-        from barrel_inference.workers.model.chat import ChatTemplate  # here: half of the models are never asked to chat
+        from barrel_inference.workers.model.chat import ChatTemplate  # here: many models are never asked to chat
 
         info = self.engine.info
         if not info.chat_template:
