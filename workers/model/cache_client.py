@@ -20,7 +20,7 @@ from barrel_inference.errors import BarrelError, TierUnavailable
 from barrel_inference.protocol import Location, MatchedNode, Namespace, NewNode, SaveReason
 from barrel_inference.tiers import key as keys
 from barrel_inference.tiers import kvc
-from barrel_inference.tiers.arena import Arena
+from barrel_inference.tiers.arena import Arena, ArenaGone
 from barrel_inference.workers.model import grid
 from barrel_inference.workers.model.chain import cut_points, find_seam
 from barrel_inference.workers.model.effects import ComingNode, Found, SaveOrder, StoredNode
@@ -436,9 +436,10 @@ class CacheClient:
             peer = self.actor.peers.get(part.location.server)
             if peer is None or peer.incarnation != part.location.incarnation:
                 return None
-            mapping = self.reader.mapping(part.location)
-            await asyncio.to_thread(mapping.prefault, part.location.offset, size)
-            return mapping.view(part.location.offset, size)
+            try:
+                return await asyncio.to_thread(self._map_slab, part.location, size)
+            except ArenaGone:
+                return None  # the tier has died since it gave the place
         if self.staging is None or size > self.staging.capacity_bytes:
             return None
         while (offset := self.staging.allocate(size)) is None:
@@ -451,6 +452,11 @@ class CacheClient:
                 await asyncio.wait_for(self._slab_freed.wait(), STAGING_LOOK_S)
         self._staged[part.token] = offset
         return self.staging.view(offset, size)
+
+    def _map_slab(self, location: Location, size: int) -> memoryview:
+        mapping = self.reader.mapping(location)
+        mapping.prefault(location.offset, size)
+        return mapping.view(location.offset, size)
 
     def _release_target(self, part: _Part) -> None:
         offset = self._staged.pop(part.token, None)
