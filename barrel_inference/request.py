@@ -125,8 +125,8 @@ def checked_prompt(prompt: Prompt, *, may_be_empty: bool = False, name: str = "p
         sent, length_bytes = prompt, _utf8_bytes(prompt, name)
     elif isinstance(prompt, Sequence):
         sent, length_bytes = list(cast(Sequence[int], prompt)), 0
-        wrong = next((token for token in sent if type(token) is not int or not 0 <= token < 2**31), None)
-        if wrong is not None:
+        if sent and not (set(map(type, sent)) == {int} and 0 <= min(sent) <= max(sent) < 2**31):
+            wrong = next(token for token in sent if type(token) is not int or not 0 <= token < 2**31)
             raise InvalidArgument(f"{name} has {wrong!r}, which is no token id", option=name)
     else:
         raise InvalidArgument(

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 
-from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
+from barrel_inference.supervisor.spec import THREADS_ENVIRONMENT
 
-os.environ |= MODEL_ENVIRONMENT  # as our model processes have it
+os.environ |= THREADS_ENVIRONMENT  # as our model processes have it; memory as malloc gives it
 
 import llama_cpp.llama_cpp as L
 from workload import N_BATCH, N_CTX, THREADS

@@ -16,7 +16,7 @@ from typing import Any
 
 from workload import N_BATCH, N_CTX, THREADS
 
-from barrel_inference.supervisor.spec import MODEL_ENVIRONMENT
+from barrel_inference.supervisor.spec import THREADS_ENVIRONMENT
 
 ROOT = Path(__file__).parent / "peers"
 VERSION = "0.3.36"
@@ -65,7 +65,7 @@ class Server:
                 "--host", "127.0.0.1", "--port", str(self.port), "--threads-http", "2", "--offline",
                 *(["--kv-unified"] if parallel > 1 else []),
             ],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment | MODEL_ENVIRONMENT,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment | THREADS_ENVIRONMENT,
         )  # fmt: skip
         atexit.register(self.process.kill)  # also when a scenario fails
         self._wait()

@@ -8,6 +8,15 @@ from typing import Any
 ROWS = (
     ("exact hit, 2,048 tokens, RAM: TTFT", "exact 2048", "ram", "floor", 1.25, False),
     ("  against llama-server's host-memory cache", "exact 2048", "ram", "llama-server RAM", 1.0, False),
+    ("  with `policy.store_logits`", "exact 2048", "ram, store_logits", "floor", 1.25, False),
+    (
+        "  with it, against llama-server's host-memory cache",
+        "exact 2048",
+        "ram, store_logits",
+        "llama-server RAM",
+        1.0,
+        False,
+    ),
     ("  live, against llama-server's same slot", "exact 2048", "live", "llama-server slot", 1.0, False),
     ("  from ram_file", "exact 2048", "ram_file", "floor", 1.4, False),
     ("  from disk (page cache warm)", "exact 2048", "disk", "floor", 1.6, False),

@@ -5,6 +5,7 @@ mapping kills the process that reads it.
 """
 
 import contextlib
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -79,6 +80,18 @@ def remove(directory: int, base: str) -> None:
         os.rmdir(base, dir_fd=directory)
 
 
+def page_aligned(size_bytes: int) -> mmap.mmap:
+    """Memory to read a file into.
+
+    It begins with a page, as a file's pages do: a `bytearray` begins 16 bytes later, and there AMD's processors copy (`rep
+    movsb`, in the kernel) at a quarter of the speed (https://lunnova.dev/articles/ryzen-slow-short-rep-mov/).
+    """
+    memory = mmap.mmap(-1, max(1, size_bytes))
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def read_into(descriptor: int, target: memoryview) -> None:
     """Fill `target` from the file's start, or raise `CorruptImage` when the file ends early."""
     done = 0
@@ -112,7 +125,7 @@ def read_verified(directory: int, base: str, key: bytes) -> kvc.Meta:
     """The metadata of a file after checking every byte of it; raises as `read_row` does."""
     with open_regular(directory, base) as (descriptor, file_bytes):
         _sane(descriptor, file_bytes)
-        whole = memoryview(bytearray(file_bytes))
+        whole = memoryview(page_aligned(file_bytes))[:file_bytes]
         read_into(descriptor, whole)
     return kvc.open_image(whole, key).meta
 

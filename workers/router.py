@@ -70,7 +70,7 @@ class Router:
         self.registry = Registry()
         self.loader = Loader(actor, self.registry, self.pending.has_target)
         self.observers = Observers(actor, self.registry)
-        self._computing = 0
+        self._computing = 1  # models that share the cores
         self._uncounted_restarts = 0
         self._metrics: Metrics | None = None
         self._gatekeeper: Gatekeeper | None = None  # set: we listen on TCP too, and each message says who sent it
@@ -320,7 +320,7 @@ class Router:
             self.registry.up(model_id, peer.incarnation)
             if (row := peer.about.get("row")) is not None:  # a loaded model has a true row from its first moment
                 self.registry.row_came(msgspec.convert(row, ModelRow))
-            peer.cast(ThreadShare(computing_models=max(1, self._computing)))
+            peer.cast(ThreadShare(computing_models=self._computing))
 
     def _down(self, down: Down) -> None:
         self.registry.down(down)
@@ -364,13 +364,13 @@ class Router:
 
     def _share_threads(self) -> None:
         """Tell the models how many of them compute, when that has changed."""
-        computing = self.registry.computing_models()
+        computing = max(1, self.registry.computing_models())  # nobody shares with a model that rests
         if computing == self._computing:
             return
         self._computing = computing
         for peer in self.actor.peers.values():
             if model_of(peer.id) is not None:
-                peer.cast(ThreadShare(computing_models=max(1, computing)))
+                peer.cast(ThreadShare(computing_models=computing))
 
     # --- own calls
 

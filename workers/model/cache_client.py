@@ -44,9 +44,6 @@ STAGING_LOOK_S = 0.05
 # More than an image has beside its cells: header, tokens, text.
 _IMAGE_HEAD_BYTES = 64 * 1024
 
-# Nodes are verified while earlier ones are imported; more threads than that only take turns.
-READERS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
@@ -92,7 +89,8 @@ class CacheClient:
         self.staging = staging
         self.reader = ImageReader(actor.runtime_dir)
         self.fingerprint = engine.info.fingerprint  # the effective one: adapters included
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        # One thread: it verifies nodes while earlier ones are imported, which takes about as long.
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._next_writer = 0
         self._planning = asyncio.Lock()
         self._staged: dict[int, int] = {}  # offset in the staging arena by reservation token
@@ -102,7 +100,7 @@ class CacheClient:
         """The first restore after a start finds its memory touched: page faults are most of the difference to later ones."""
         info = self.engine.info
         if info.cacheable and info.has_cells and info.n_cells:
-            self._readers.submit(self.reader.warm, image_bytes(self.engine, self.block_tokens))
+            self._reading.submit(self.reader.warm, image_bytes(self.engine, self.block_tokens))
 
     def namespace(self, salt: bytes) -> Namespace:
         """The namespace of a tenant's requests to this model."""
@@ -142,7 +140,7 @@ class CacheClient:
             return Found(miss_reason=reason, divergence_byte=match.divergence_byte)
         needed = [node for node in match.nodes if node.start_tokens < seam.stored_tokens]
         nodes = tuple(
-            ComingNode(node.start_tokens, _end(node), self._readers.submit(self._open, node)) for node in needed
+            ComingNode(node.start_tokens, _end(node), self._reading.submit(self._open, node)) for node in needed
         )
         return Found(
             match.claim, job.salt, tuple(stored[: _end(needed[-1])]), seam, nodes, match.via, match.miss_reason,

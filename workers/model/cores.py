@@ -52,6 +52,12 @@ def places(cores: Sequence[int], *, team: int, working: int) -> list[frozenset[i
     return [frozenset({cores[number % len(cores)]}) for number in range(team)]
 
 
+def leave_first_core() -> None:
+    """Keep the calling thread, and those that it starts from now on, from the core where `spread` puts a team's first one."""
+    if len(_AFFINITY) > 1:
+        _place(frozenset(sorted(_AFFINITY)[1:]))
+
+
 def spread(*, team: int, working: int) -> None:
     """Place the calling thread and those that compute with it.
 
@@ -73,10 +79,14 @@ def spread(*, team: int, working: int) -> None:
 
     @_BODY  # type: ignore[untyped-decorator]
     def place(_data: object) -> None:
-        with contextlib.suppress(OSError):  # the cores were taken from us meanwhile
-            os.sched_setaffinity(0, wanted[openmp.omp_get_thread_num()])
+        _place(wanted[openmp.omp_get_thread_num()])
 
     openmp.GOMP_parallel(place, None, team, 0)  # what gcc makes of `#pragma omp parallel num_threads(team)`
+
+
+def _place(cores: frozenset[int]) -> None:
+    with contextlib.suppress(OSError):  # the cores were taken from us meanwhile
+        os.sched_setaffinity(0, cores)
 
 
 def _quotas() -> list[tuple[int, int]]:

@@ -210,8 +210,8 @@ class Gateway:
 
     def _check_ids(self, name: str, tokens: list[int]) -> None:
         n_vocab = self.engine.info.n_vocab
-        wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
-        if wrong is not None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < n_vocab:
+            wrong = next(token for token in tokens if not 0 <= token < n_vocab)
             raise InvalidArgument(f"{name} has token id {wrong}, the vocabulary has {n_vocab}")
 
     async def tokens_of(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -292,6 +292,7 @@ class Gateway:
         self._cancel_job(entry.job.id)
 
     def _progress(self) -> None:
+        self._outbox.deliver()
         for position, entry in enumerate(list(self.open.values())):
             job = entry.job
             held = len(self.scheduler.table[job.seq].tokens) if job.seq is not None else 0
@@ -327,7 +328,7 @@ class Gateway:
 
     def check_in(self, found: Found, used: Sequence[StoredNode], corrupt: Sequence[StoredNode]) -> None:
         """Drop the claim."""
-        self._outbox.put(lambda: self.cache.check_in(found, used, corrupt))
+        self._outbox.put_along(lambda: self.cache.check_in(found, used, corrupt))
 
     def save(self, order: SaveOrder) -> None:
         """Store a prefix."""
@@ -380,7 +381,7 @@ class Gateway:
 
     def changed(self) -> None:
         """Observers' row has changed."""
-        self._outbox.put(self.on_changed)
+        self._outbox.put_along(self.on_changed)
 
     def crashed(self, error: BaseException) -> None:
         """The engine thread has a bug."""

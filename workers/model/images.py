@@ -4,6 +4,7 @@ Any thread may open. What comes back was verified; bytes in an arena may still c
 asks `is_intact` afterwards and throws away what it imported when the answer is no.
 """
 
+import mmap
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from barrel_inference.protocol import Location
 from barrel_inference.tiers import files, kvc, names
-from barrel_inference.tiers.arena import Mapping, Mappings
+from barrel_inference.tiers.arena import PAGE_BYTES, Mapping, Mappings
 from barrel_inference.tiers.kvc import CorruptImage, Image
 
 # Kept warm between restores: a prompt of about 2,000 tokens of a small model.
@@ -33,12 +34,13 @@ class WarmBuffers:
     def __init__(self, keep_bytes: int = KEEP_WARM_BYTES) -> None:
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
-        self._buffers: list[bytearray] = []
+        self._buffers: list[mmap.mmap] = []
 
     def warm(self, size_bytes: int) -> None:
         """Keep as many buffers of that size as there is room for, touched, so that the first reads find them."""
         while sum(len(buffer) for buffer in self._buffers) + size_bytes <= self._keep_bytes:
-            buffer = bytearray(b"\1") * size_bytes  # of zeros it would be made of pages that do not exist yet
+            buffer = files.page_aligned(size_bytes)
+            buffer[::PAGE_BYTES] = b"\1" * len(range(0, size_bytes, PAGE_BYTES))
             with self._lock:
                 self._buffers.append(buffer)
             del buffer
@@ -55,13 +57,13 @@ class WarmBuffers:
                 if spare_bytes >= 0:
                     break
                 spare_bytes += len(self._buffers.pop(n))
-            buffer = bytearray(size_bytes)
+            buffer = files.page_aligned(size_bytes)
             if spare_bytes >= 0:
                 self._buffers.append(buffer)
-            return memoryview(buffer)
+            return memoryview(buffer)[:size_bytes]
 
     def _is_idle(self, number: int) -> bool:
-        # CPython: every memoryview, and every slice of one, holds a reference to the bytearray; the list and the call
+        # CPython: every memoryview, and every slice of one, holds a reference to the mapping; the list and the call
         # below are the other two. A buffer that is in use by any path is therefore never handed out twice.
         return sys.getrefcount(self._buffers[number]) == 2
 

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import llama_cpp.llama_cpp as L
 
@@ -10,7 +12,21 @@ from barrel_inference.tiers import key as keys
 
 # A token that text cannot spell under any split: its bytes are escaped in keys.
 _NOT_TEXT = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
-_FIRST_GUESS_BYTES = 64
+_FirstGuess = ctypes.c_char * 64
+
+
+def _quick(function: Any, result: type, *arguments: type) -> Callable[..., Any]:
+    """A function of llama.cpp that takes less time than giving up the interpreter's lock and getting it back."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address
+    return ctypes.PYFUNCTYPE(result, *arguments)(address)
+
+
+_token_to_piece = _quick(
+    L.llama_token_to_piece,
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool,
+)  # fmt: skip
+_get_attr = _quick(L.llama_vocab_get_attr, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
 
 
 class LlamaVocab:
@@ -21,9 +37,10 @@ class LlamaVocab:
         self.n_vocab = int(L.llama_vocab_n_tokens(self._vocab))
         self.handle = self._vocab
         self._takes_any_bytes = L.llama_vocab_type(self._vocab) == L.LLAMA_VOCAB_TYPE_SPM
-        self._pieces: list[bytes | None] = [None] * self.n_vocab
-        self._special: list[bytes | None] = [None] * self.n_vocab
-        self._rendered: list[bytes | None] = [None] * self.n_vocab
+        # A prompt has thousands of tokens: found in C, once they were looked up.
+        self.piece: Callable[[int], bytes] = functools.cache(self._piece)
+        self.special_piece: Callable[[int], bytes] = functools.cache(self._special_piece)
+        self.rendered: Callable[[int], bytes] = functools.cache(self._render)
 
     def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text.
@@ -42,35 +59,25 @@ class LlamaVocab:
             room = -count
         raise InvalidArgument(f"{len(text)} bytes of text cannot be tokenized")
 
-    def piece(self, token: int) -> bytes:
+    def _piece(self, token: int) -> bytes:
         """A token's text as it is shown; empty for control tokens."""
         self.check(token)
-        found = self._pieces[token]
-        if found is None:
-            found = self._pieces[token] = self._to_piece(token, special=False)
-        return found
+        return self._to_piece(token, special=False)
 
-    def special_piece(self, token: int) -> bytes:
+    def _special_piece(self, token: int) -> bytes:
         """A token's text with control tokens spelt out."""
         self.check(token)
-        found = self._special[token]
-        if found is None:
-            found = self._special[token] = self._to_piece(token, special=True)
-        return found
+        return self._to_piece(token, special=True)
 
-    def rendered(self, token: int) -> bytes:
+    def _render(self, token: int) -> bytes:
         """A token's bytes as they are hashed.
 
         Escaped by id: control and unknown tokens, and every token without text, which would otherwise vanish from the key.
         User-defined tokens are plain: llama.cpp's tokenizer finds them in any text, so the same bytes are the same prompt.
         """
-        self.check(token)
-        found = self._rendered[token]
-        if found is None:
-            text = self.special_piece(token)
-            is_text = text and not L.llama_vocab_get_attr(self._vocab, token) & _NOT_TEXT
-            found = self._rendered[token] = keys.escape_plain(text) if is_text else keys.escape_control(token)
-        return found
+        text = self.special_piece(token)
+        is_text = text and not _get_attr(self._vocab, token) & _NOT_TEXT
+        return keys.escape_plain(text) if is_text else keys.escape_control(token)
 
     def is_end(self, token: int) -> bool:
         """Is this an end-of-generation token?"""
@@ -108,11 +115,10 @@ class LlamaVocab:
         return "" if token < 0 else (L.llama_vocab_get_text(self._vocab, token) or b"").decode("utf-8", "replace")
 
     def _to_piece(self, token: int, *, special: bool) -> bytes:
-        size = _FIRST_GUESS_BYTES
-        for _ in range(2):
-            buffer = ctypes.create_string_buffer(size)
-            count = L.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
-            if count >= 0:
-                return buffer.raw[:count]
-            size = -count
-        raise AssertionError(f"the piece of token {token} has no length")
+        buffer = _FirstGuess()
+        count = int(_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special))
+        if count < 0:
+            buffer = (ctypes.c_char * -count)()
+            count = _token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+            assert count >= 0, token
+        return buffer.raw[:count]

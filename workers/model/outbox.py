@@ -1,7 +1,8 @@
 """From the engine thread to the loop: calls, as many as possible in one wake-up.
 
-A wake-up takes time from the cores that compute, and the interpreter's lock from the engine thread. What streams have to say
-can wait for the instant at which one of them may send again; a timer on the loop fetches it then, during a decode call.
+A wake-up takes time from the cores that compute, and the interpreter's lock from the engine thread. What nobody waits for goes
+along with the next one. What streams have to say can wait for the instant at which one of them may send again; a timer on the
+loop fetches it then, during a decode call.
 """
 
 import asyncio
@@ -30,6 +31,10 @@ class Outbox:
         """Make a call on the loop as soon as it turns."""
         self._calls.append(call)
         self._wake()
+
+    def put_along(self, call: Callable[[], Any]) -> None:
+        """Make a call on the loop with the next one that wakes it."""
+        self._calls.append(call)
 
     def put_for_later(self, call: Callable[[], Any]) -> None:
         """Make a call on the loop, after a rest if one is under way."""

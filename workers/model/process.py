@@ -28,7 +28,7 @@ from barrel_inference.workers.model import options as model_options
 from barrel_inference.workers.model import residency
 from barrel_inference.workers.model.cache_client import CacheClient, image_bytes
 from barrel_inference.workers.model.call_age import CallAge
-from barrel_inference.workers.model.cores import thread_share, usable_cores
+from barrel_inference.workers.model.cores import leave_first_core, thread_share, usable_cores
 from barrel_inference.workers.model.engine import Engine
 from barrel_inference.workers.model.gateway import Gateway
 from barrel_inference.workers.model.load import load_engine
@@ -49,6 +49,9 @@ WATCH_S = 0.25
 
 # While it computes, its row goes to observers this often, for its rate alone.
 ROW_S = 1.0
+
+# What changes within this time is told at once: a row wakes the router, on cores that compute.
+ROW_DELAY_S = 0.05
 
 
 class ModelProcess:
@@ -71,7 +74,7 @@ class ModelProcess:
         # One thread for templates, which are foreign code: an endless one holds up chats and nothing else.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._age = CallAge(time.monotonic())
-        self._row_due = False
+        self._row_timer: asyncio.TimerHandle | None = None
         self._row_sent_s = 0.0
         self._rate = Rate()
 
@@ -94,7 +97,7 @@ class ModelProcess:
             actor,
             markers=_markers(self.options),
             render_chat=self._render_chat,
-            row=self._row,
+            row=self._row_now,
             on_changed=self._changed,
         )
         if self.options.llama and self.options.llama.pin_resident_after_first_request:
@@ -111,12 +114,13 @@ class ModelProcess:
         )  # fmt: skip
         self.cache.fingerprint = fingerprint
         self.gateway.engine, self.gateway.scheduler, self.gateway.cache = self.engine, self.scheduler, self.cache
-        if self.options.tier is not protocol.Tier.RAM:
-            self.cache.warm_up()
         self._register()
         self.loaded_unix_s = time.time()
         self.threads = info.n_threads
         self.scheduler.start()
+        leave_first_core()  # the engine thread's: what it asks of this one and of the readers is done beside it
+        if self.options.tier is not protocol.Tier.RAM:
+            self.cache.warm_up()
         actor.call_age = self._call_age
         actor.every(WATCH_S, self._watch)
         return {"kind": "model", "row": msgspec.to_builtins(self._row(), builtin_types=(bytes,))}
@@ -215,6 +219,7 @@ class ModelProcess:
         )
         if refused is not None:
             raise refused
+        request.cast(self._row_now())
         return protocol.Ok()
 
     async def _tokenize(self, message: protocol.Tokenize, _request: Request) -> protocol.TokenIds:
@@ -281,7 +286,7 @@ class ModelProcess:
                 await self._keep_adapters()
         if isinstance(result, BarrelError):
             raise result
-        request.cast(self._row())  # by the way of the answer: who has that finds the row up to date
+        request.cast(self._row_now())
         return protocol.AdapterList(adapters=list(self.adapters))
 
     async def _keep_adapters(self) -> None:
@@ -294,6 +299,7 @@ class ModelProcess:
 
     async def _release_idle(self, _message: protocol.ReleaseIdle, _request: Request) -> protocol.Evicted:
         freed: int = await self._on_engine(self.scheduler.release_idle)
+        self._send_row()
         return protocol.Evicted(rows=freed, bytes=0)
 
     def _thread_share(self, message: protocol.ThreadShare, _request: Request) -> None:
@@ -308,21 +314,26 @@ class ModelProcess:
 
     def _peer_up(self, peer: Peer) -> None:
         if peer.id == "router":
-            self._changed()
+            self._send_row()
 
     def _peer_down(self, down: Down) -> None:
         self.gateway.peer_down(down.id)
         self.cache.reader.drop(down.id, down.incarnation)
 
     def _changed(self) -> None:
-        if not self._row_due:
-            self._row_due = True
-            self.actor.loop.call_soon(self._send_row)
+        if self._row_timer is None:
+            self._row_timer = self.actor.loop.call_later(ROW_DELAY_S, self._send_row)
 
     def _send_row(self) -> None:
-        self._row_due = False
+        self.actor.cast("router", self._row_now())
+
+    def _row_now(self) -> ModelRow:
+        """To be sent at once: by the way of an answer, so that who has that finds the row up to date."""
+        if self._row_timer is not None:
+            self._row_timer.cancel()
+            self._row_timer = None
         self._row_sent_s = time.monotonic()
-        self.actor.cast("router", self._row())
+        return self._row()
 
     def _row(self) -> ModelRow:
         info, scheduler = self.engine.info, self.scheduler
