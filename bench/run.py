@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +41,7 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-SLOW = frozenset({"own_caches"})  # not in the quick mode
+SLOW = frozenset({"own_caches", "chat", "metrics"})  # not in the quick mode
 
 
 def main() -> None:
@@ -60,8 +61,10 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     table = ""
     for name in given.only or [name for name in SCENARIOS if not (given.quick and name in SLOW)]:
-        print(f"{name} ...", flush=True)
+        print(f"{name} ... ", end="", flush=True)
+        began_s = time.monotonic()
         getattr(bench, name)()
+        print(f"{time.monotonic() - began_s:.0f} s", flush=True)
         result = {
             "machine": about | {"load_1m_end": os.getloadavg()[0]}, "quick": given.quick,
             "cells": {cell: {who: s.summary() for who, s in row.items()} for cell, row in bench.cells.items()},

@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, *, quick: bool, server: Path | None) -> None:
         self.quick = quick
         self.server_binary = server
-        self.repeats = 5 if quick else 9
+        self.repeats = 3 if quick else 9
         self.cells: dict[str, dict[str, Samples]] = {}
         self.model_path = str(resolve(MODEL))
 
@@ -117,11 +117,11 @@ class Bench:
     def decode(self) -> None:
         """Tokens per second of 1, 4 and 8 streams."""
         floor, server = Floor(self.model_path), self.server(parallel=8)
-        tokens = 64 if self.quick else 128
+        tokens = 48 if self.quick else 128
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "decode", n_seq_max=8)
             for streams in (1, 4, 8):
-                for _ in range(3 if self.quick else 5):
+                for _ in range(2 if self.quick else 5):
                     self.note(f"decode {streams}", "floor", floor.decode_rate(streams, tokens), "tokens/s")
                     self.note(f"decode {streams}", "ours", ours.decode_rate(client, model, streams, tokens), "tokens/s")
                     # A stream of the peer that ends early leaves no time in which all of them generate.
@@ -160,7 +160,7 @@ class Bench:
         with Runtime() as runtime, runtime.client() as client:
             on = ours.load(client, "on")
             off = ours.load(client, "off", min_tokens=float("inf"))
-            for number in range(4 if self.quick else 25):
+            for number in range(2 if self.quick else 25):
                 tokens = prompt(512, seed=2000 + number)
                 for model in (on, off) if number % 2 else (off, on):
                     seconds, _ = ours.first_token(client, model, tokens)
@@ -170,7 +170,7 @@ class Bench:
         """Two models that decode at once, against one alone."""
         with Runtime() as runtime, runtime.client() as client:
             models = [ours.load(client, name) for name in ("one", "two")]
-            for _ in range(3 if self.quick else 5):
+            for _ in range(2 if self.quick else 5):
                 self.note("two models", "one alone", ours.decode_rate(client, models[0], 1, 96), "tokens/s")
                 with ThreadPoolExecutor(2) as pool:
                     rates = list(pool.map(lambda model: ours.decode_rate(client, model, 1, 96), models))
@@ -195,7 +195,7 @@ class Bench:
         """Decode speed while a long prompt's save is written to disk, and while another process starts."""
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "saving", tier="disk", n_seq_max=2)
-            for turn in range(2 if self.quick else 5):
+            for turn in range(1 if self.quick else 5):
                 self.note("decode beside", "nothing", ours.decode_rate(client, model, 1, 96), "tokens/s")
                 client.prefill_only(model, prompt(2048, seed=3000 + turn))  # its save is written from now on
                 self.note("decode beside", "a save", ours.decode_rate(client, model, 1, 96), "tokens/s")
@@ -264,7 +264,7 @@ class Bench:
     def loading(self) -> None:
         """What a load takes more than a bare script that loads the model and makes the context."""
         with Runtime() as runtime, runtime.client() as client:
-            for turn in range(3 if self.quick else 5):
+            for turn in range(2 if self.quick else 5):
                 began_s = time.perf_counter()
                 subprocess.run(
                     [sys.executable, "-c", _BARE_LOAD, self.model_path], check=True, stderr=subprocess.DEVNULL
