@@ -22,7 +22,7 @@ bench: .venv/.ready               ## everything side by side with its floor and 
 	$(BIN)/pip install --quiet matplotlib cmake ninja
 	$(BIN)/python bench/run.py
 
-bench-quick: .venv/.ready         ## the same with few repetitions, about five minutes
+bench-quick: .venv/.ready         ## the same with few repetitions, less than five minutes
 	$(BIN)/pip install --quiet matplotlib
 	$(BIN)/python bench/run.py --quick
 

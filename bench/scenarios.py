@@ -54,8 +54,9 @@ class Bench:
         """TTFT of exact hits, by tier and by length, against import + one decode."""
         floor, server = Floor(self.model_path), self.server()
         lengths = (512, 2048) if self.quick else (512, 2048, 6000)
+        tiers = ("ram", "disk") if self.quick else ("ram", "ram_file", "disk")
         with Runtime() as runtime, runtime.client() as client:
-            models = {tier: ours.load(client, tier, tier=tier) for tier in ("ram", "ram_file", "disk")}
+            models = {tier: ours.load(client, tier, tier=tier) for tier in tiers}
             logits = ours.load(client, "logits", store_logits=True)
             for length in lengths:
                 tokens = prompt(length, seed=length)
@@ -106,7 +107,7 @@ class Bench:
             model = ours.load(client, "first", tier="disk", namespace="restart")
             ours.first_token(client, model, tokens)
             _settle(client)
-        for _ in range(3 if self.quick else 5):
+        for _ in range(2 if self.quick else 5):
             self.note("restart 2048", "floor", floor.restore(tokens, blocks) * 1e3)
             seconds, source = ours.restart_first_token(state_dir, tokens)
             assert source == "disk", source
@@ -212,7 +213,7 @@ class Bench:
         with Runtime() as runtime, runtime.client() as client:
             model = ours.load(client, "pause")
             for turn in range(1 if self.quick else 3):
-                tokens = prompt(2048, seed=4000 + turn)
+                tokens = prompt(1024 if self.quick else 2048, seed=4000 + turn)
                 floor.prefill(tokens)
                 began_s = time.perf_counter()
                 for data in floor.export(len(tokens)):
