@@ -1,8 +1,11 @@
 """The number of threads follows what this process may use, not what the host has."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from barrel_inference.workers.model.cores import cores_within, parse_cpu_max, places, usable_cores
+from barrel_inference.workers.model.cores import cores_within, leave_first_core, parse_cpu_max, places, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,17 @@ def test_threads_are_placed_when_they_need_all_cores(
 ) -> None:
     """Each on its own then; otherwise where the kernel wants."""
     assert places(cores, team=team, working=working) == wanted
+
+
+def test_a_thread_leaves_the_first_core_to_the_engine() -> None:
+    """It and what it starts afterwards; who was there before stays where it was."""
+    before = os.sched_getaffinity(0)
+
+    def leave() -> set[int]:
+        leave_first_core()
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as own:
+        left = own.submit(leave).result()
+    assert left == (set(sorted(before)[1:]) or before)
+    assert os.sched_getaffinity(0) == before
