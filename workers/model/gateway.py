@@ -292,7 +292,7 @@ class Gateway:
         self._cancel_job(entry.job.id)
 
     def _progress(self) -> None:
-        self._outbox.deliver()
+        self._outbox.deliver()  # what has waited for a wake-up that did not come
         for position, entry in enumerate(list(self.open.values())):
             job = entry.job
             held = len(self.scheduler.table[job.seq].tokens) if job.seq is not None else 0
